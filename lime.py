@@ -10,7 +10,7 @@ the MLP (n_hidden), H heads, Hkv key-value heads, hd = D/H features of a head; x
 that enters block m, and block r may read the representations m = 0..r.
 """
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -38,8 +38,7 @@ class Config:
 
 
 def normalise(x, eps):
-    """RMSNorm without its gain, n = x / rms(x), in float32. Its gain belongs to whoever reads n."""
-    x = x.float()
+    """RMSNorm without its gain, n = x / rms(x). The gain belongs to whoever reads n."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
@@ -175,7 +174,7 @@ class Memory:
             self.rows = (self.rows or []) + [new]
             return
         if self.rows is None:
-            self.rows = new.new_empty(self.size, *new.shape[1:])
+            self.rows = new.new_empty(self.size, *new.shape[1:], dtype=torch.promote_types(new.dtype, torch.float32))
         self.rows = Append.apply(self.rows, new, self.used)
         self.used += len(new)
 
@@ -184,27 +183,31 @@ class Memory:
         mixture is projected as well: (H, B*T, out)."""
         if torch.compiler.is_compiling():
             return checkpoint(mix_plain, a, w, *self.rows, use_reentrant=False)
-        self.rows, out = Mix.apply(self.rows, a, w, self.used)
+        device = a.device.type
+        if w is not None and torch.is_autocast_enabled(device):                     # mix in float32, project in bfloat16
+            w = w.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            self.rows, out = Mix.apply(self.rows, a, w, self.used)
         return out
 
 
 def mix_plain(a, w, *rows):
-    z = torch.einsum("hm,mnf->hnf" if a.ndim == 2 else "nhm,mnf->hnf", a, torch.cat(rows))
-    return z if w is None else torch.einsum("hnf,hof->hno", z, w)
+    z = torch.einsum("hm,mnf->hnf" if a.ndim == 2 else "nhm,mnf->hnf", a, torch.cat(rows).to(a.dtype))
+    return z if w is None else torch.einsum("hnf,hof->hno", z, w.to(z.dtype))
 
 
 class Append(torch.autograd.Function):
     """rows[i:] = new, in place; backward hands row i of the one gradient buffer to its writer."""
     @staticmethod
     def forward(ctx, rows, new, i):
-        ctx.span = slice(i, i + len(new))
+        ctx.span, ctx.dtype = slice(i, i + len(new)), new.dtype
         rows[ctx.span] = new
         ctx.mark_dirty(rows)
         return rows
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, grad[ctx.span], None
+        return grad, grad[ctx.span].to(ctx.dtype), None
 
 
 class Mix(torch.autograd.Function):
@@ -225,9 +228,9 @@ class Mix(torch.autograd.Function):
     def forward(ctx, rows, a, w, S):
         ctx.S, ctx.rows = S, rows.detach()       # not save_for_backward: later blocks go on writing, to other rows
         ctx.save_for_backward(a, w)
-        out = rows.new_empty(a.shape[-2], rows.shape[1], rows.shape[-1] if w is None else w.shape[1])
+        out = (rows if w is None else w).new_empty(a.shape[-2], rows.shape[1], rows.shape[-1] if w is None else w.shape[1])
         for c, x, _, z in Mix.pieces(rows, a, w, S):
-            out[:, c] = z if w is None else z @ w.transpose(1, 2)
+            out[:, c] = z if w is None else z.to(w.dtype) @ w.transpose(1, 2)
         ctx.mark_dirty(rows)
         ctx.set_materialize_grads(False)
         return rows, out
@@ -237,12 +240,13 @@ class Mix(torch.autograd.Function):
         (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.S
         if grad is None:                                                            # the last block to read
             grad = torch.zeros_like(rows)
-        da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w)
+        da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
         for c, x, ac, z in Mix.pieces(rows, a, w, S):
             dz = dout[:, c]
             if w is not None:
-                dw.baddbmm_(dz.transpose(1, 2), z)
+                dw += dz.transpose(1, 2) @ z.to(w.dtype)
                 dz = dz @ w
+            dz = dz.to(a.dtype)
             if a.ndim == 2:
                 dz = dz.flatten(1)
                 da.addmm_(dz, x.flatten(1).T)
@@ -390,7 +394,8 @@ class Block(nn.Module):
 class LIMe(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        cfg.n_kv_head = cfg.n_kv_head or cfg.n_head
+        check(cfg)
+        cfg = replace(cfg, n_kv_head=cfg.n_kv_head or cfg.n_head)
         self.cfg = cfg
         self.embed = nn.Parameter(torch.empty(cfg.vocab_size, cfg.n_embd))          # also the output head
         self.blocks = nn.ModuleList(Block(cfg, r) for r in range(cfg.n_layer))
@@ -427,5 +432,85 @@ class LIMe(nn.Module):
     def forward(self, idx, targets=None):
         n = self.hidden(idx)
         logits = project(n, self.embed, self.gain)
-        loss = None if targets is None else F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return logits, loss
+
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, n_vocab=None):
+        """Yield max_new_tokens tokens (B,), each drawn from what follows idx (B, T) and the tokens before it, as `draw`
+        does. The cache holds the keys (rotated) and values of every block, as a plain Transformer's. Once the text
+        is longer than block_size, each token costs a pass over the last block_size tokens, whose positions shift."""
+        cfg, S = self.cfg, self.cfg.block_size
+        cache = self.embed.new_empty(cfg.n_layer, 2, len(idx), cfg.n_kv_head, S, cfg.n_embd // cfg.n_head)
+        idx, new, start = idx[:, -S:], idx[:, -S:], 0
+        for _ in range(max_new_tokens):
+            logits = project(self.hidden(new, cache, start)[:, -1], self.embed, self.gain)[:, :n_vocab]
+            token = draw(logits, temperature, top_k, top_p, generator).to(idx.device)
+            yield token
+            start += new.shape[1]
+            new = token[:, None]
+            idx = torch.cat((idx, new), 1)[:, -S:]
+            if start == S:
+                new, start = idx, 0
+
+
+def draw(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
+    """One token (B,) from logits (B, V), on the CPU, so that a seed gives the same text on every device. temperature 0:
+    the likeliest; top_k > 0: among the k likeliest; top_p < 1: among the fewest that have this share."""
+    logits = logits.float().cpu()
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits, order = (logits / temperature).sort(-1, descending=True)
+    p = logits.softmax(-1)
+    out = p.cumsum(-1) - p >= top_p                                                 # the likeliest token always stays
+    if top_k:
+        out[:, top_k:] = True
+    return order.gather(-1, torch.multinomial(p.masked_fill(out, 0), 1, generator=generator))[:, 0]
+
+
+def check(cfg):
+    """Raise ValueError with one line that names every field out of its range."""
+    sizes = "n_layer n_head n_embd n_hidden vocab_size block_size hc_rate".split()
+    wrong = [f"{k} is {getattr(cfg, k)}, expected at least 1" for k in sizes if getattr(cfg, k) < 1]
+    for k, choices in dict(variant=VARIANTS, kv_init=("small", "normal"), router_init=("uniform", "zero")).items():
+        if getattr(cfg, k) not in choices:
+            wrong.append(f"{k} is {getattr(cfg, k)}, expected one of {', '.join(choices)}")
+    if not wrong:
+        H, Hkv, p = cfg.n_head, cfg.n_kv_head or cfg.n_head, cfg.route_top_p
+        wrong = [message for bad, message in (
+            (cfg.n_embd % (2 * H), f"n_embd is {cfg.n_embd}, expected a multiple of 2 n_head = {2 * H}"),
+            (Hkv < 1 or H % Hkv, f"n_kv_head is {Hkv}, expected a divisor of n_head = {H}"),
+            (H != Hkv and cfg.variant in ("static", "dynamic"), f"n_kv_head is {Hkv}, expected n_head = {H}: every query "
+             f"head of {cfg.variant} reads a mixture of its own, so none can share keys (llama, kv and hc can)"),
+            (not 0 < p <= 1, f"route_top_p is {p}, expected in (0, 1]"),
+            (p < 1 and cfg.variant != "static", f"route_top_p is {p}, which only variant static can use"),
+            (not 0 < cfg.rope_theta < math.inf, f"rope_theta is {cfg.rope_theta}, expected above 0"),
+            (not 0 <= cfg.norm_eps < 1, f"norm_eps is {cfg.norm_eps}, expected in [0, 1)")) if bad]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def n_params(model):
+    """Parameters; the embedding, which is the head too, counts once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def forward_flops(cfg, T):
+    """Multiply-adds of one sequence of T tokens, as table 6 of the paper counts: matrix products and mixtures, attention
+    as 4 H T^2 hd + 3 H T^2, embeddings, norms and gates 0."""
+    L, H, D, M, Hkv = cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.n_hidden, cfg.n_kv_head or cfg.n_head
+    hd, R, read = D // H, cfg.hc_rate, L * (L + 1) // 2 - 1                         # read: entries, over blocks 1..L-1
+    block = T * (2 * D * D + 2 * D * Hkv * hd + 3 * D * M) + 4 * H * T * T * hd + 3 * H * T * T
+    extra = {"llama": 0, "static": H * read * D, "dynamic": 2 * H * read * D, "kv": 2 * Hkv * Hkv * read * hd,
+             "hc": 2 * L * D * (R * (R + 2) * cfg.hc_dynamic + R * (R + 1) + R)}[cfg.variant]
+    return L * block + T * (cfg.vocab_size * D + extra)
+
+
+PRESETS = {
+    "tiny": dict(),
+    "small": dict(n_layer=12, n_head=12, n_embd=768, n_hidden=2048, vocab_size=50257, block_size=1024),
+    **{f"deep{L}": dict(n_layer=L, n_head=8, n_embd=256, n_hidden=1024, vocab_size=50257, block_size=2048)
+       for L in (32, 64, 128)},
+    "paper": dict(n_layer=16, n_head=32, n_embd=2048, n_hidden=8192, vocab_size=50257, block_size=2048),
+}
