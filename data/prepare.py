@@ -6,13 +6,13 @@
     python data/prepare.py my.txt docs.jsonl --name=mine         your own UTF-8 text
     python data/prepare.py shard.bin --name=mine        a token file in llm.c's format, as it is
 
-Each writes three files to data/<name>/:
+Each writes to data/<name>/
 
-    train.bin, val.bin   256 int32 (20240520, 1, number of tokens, zeros), then the tokens as uint16: llm.c's format
+    train.bin, val.bin   llm.c's format: 256 int32 (20240520, 1, number of tokens, zeros), tokens as uint16
     meta.json            tokenizer, counts, source, and the SHA-256 of both files
 
-A .txt file is one document, a .jsonl file has one document a line: {"text": "..."}. Every document starts with
-the end-of-text id. Text is taken as it stands: line ends are kept, and `<|endoftext|>` in a document is just text.
+A .txt file is one document; a .jsonl file has one a line: {"text": "..."}. Every document starts with the
+end-of-text id. Text is taken as it stands: line ends stay, and `<|endoftext|>` in a document is just text.
 FineWeb-Edu is by Hugging Face, licence ODC-By 1.0; its tokens come from a dataset of Andrej Karpathy's.
 """
 
@@ -62,7 +62,7 @@ class DataError(Exception):
         return " ".join(super().__str__().split())
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Tokenizers
 
 
@@ -79,14 +79,14 @@ def get_tokenizer(name):
         with mock.patch.object(requests, "get", impatient):
             return tiktoken.get_encoding("gpt2")
     except Exception as error:
-        raise DataError("cannot load the gpt2 tokenizer: tiktoken takes its two files, vocab.bpe and encoder.json, "
-                        "from https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/ once and keeps them "
-                        "in the folder TIKTOKEN_CACHE_DIR names: go online, copy that folder from another machine, "
-                        f"or use --tokenizer=bytes ({type(error).__name__})") from error
+        raise DataError(
+            f"cannot load the gpt2 tokenizer ({type(error).__name__}): tiktoken takes vocab.bpe and encoder.json from "
+            "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/ once and keeps them in the folder "
+            "that TIKTOKEN_CACHE_DIR names: go online, copy that folder, or use --tokenizer=bytes") from error
 
 
-# As much as fits into 4,000 characters, up to the end of a word. gpt2 never joins a word to the space after it, so
-# cutting there changes no token. A run with no such place is cut anyway: tiktoken is slow on long ones.
+# Up to 4,000 characters, to the end of a word: gpt2 never joins a word to the space after it, so a cut there
+# changes no token. A run with no such place is cut anyway, as tiktoken is slow on long ones.
 PIECE = re.compile(r".{1,4000}(?<=\S)(?=[ \t\r\n]|\Z)|.{1,4000}", re.DOTALL)
 
 
@@ -100,7 +100,7 @@ def pieces(blocks):
 
 
 def encode(documents, tokenizer, path, total):
-    """Writes the tokens of all documents (`total` bytes, for the progress) to `path`, behind an empty header."""
+    """Writes the tokens of all documents, of `total` bytes, to `path`, behind an empty header."""
     tokenizer, done, bar = get_tokenizer(tokenizer), 0, Progress("tokenize", total)
     with open(path, "wb") as file:
         file.write(bytes(HEADER))
@@ -110,35 +110,25 @@ def encode(documents, tokenizer, path, total):
                 file.write(np.array(tokenizer.encode_ordinary(piece), "<u2").tobytes())
                 done += len(piece.encode("utf-8", "replace"))
                 bar.at(done)
-    bar.end()
 
 
 class Progress:
-    """What takes long shows share, rate and time left on stderr: one changing line, or one every 10 s in a log."""
+    """Share, rate and time left of what takes long, as a line on stderr every 5 s."""
 
     def __init__(self, label, total):
-        self.label, self.total, self.first, self.shown = label, total, None, False
-        self.tty = sys.stderr.isatty()
-        self.began = self.next = time.monotonic()
+        self.label, self.total, self.first = label, total, None
 
     def at(self, done):
         now = time.monotonic()
-        if self.first is None:  # what an earlier run had done already says nothing about the rate
-            self.first, self.began, self.next = done, now, now + 2
-        if now < self.next:
-            return
-        self.next, self.shown = now + (0.5 if self.tty else 10), True
-        rate, share = max(done - self.first, 1) / (now - self.began), min(done / self.total, 1)
-        print(f"{self.label} [{'#' * int(20 * share):.<20}] {share:4.0%} of {self.total / 1e6:,.1f} MB, "
-              f"{rate / 1e6:.1f} MB/s, {max(self.total - done, 0) / rate:.0f} s left  ",
-              end="\r" if self.tty else "\n", file=sys.stderr, flush=True)
-
-    def end(self):
-        if self.shown and self.tty:
-            print(file=sys.stderr)
+        if self.first is None:  # what an earlier run did says nothing about the rate
+            self.first, self.began, self.next = done, now, now + 5
+        elif now > self.next and done > self.first:
+            self.next, rate, share = now + 5, (done - self.first) / (now - self.began), done / self.total
+            print(f"{self.label} [{'#' * int(20 * share):.<20}] {share:4.0%} of {self.total / 1e6:,.0f} MB, "
+                  f"{rate / 1e6:.1f} MB/s, {(self.total - done) / rate:.0f} s left", file=sys.stderr, flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Files
 
 
@@ -155,8 +145,7 @@ def read_header(start, path):
         raise DataError(f"{path}: {len(start)} bytes, shorter than a header ({HEADER} bytes)")
     magic, version, tokens = np.frombuffer(start[:12], "<i4").tolist()
     if (magic, version) != (MAGIC, VERSION):
-        raise DataError(f"{path}: not a token file in llm.c's format (starts with {magic}, {version} instead of "
-                        f"{MAGIC}, {VERSION})")
+        raise DataError(f"{path}: not a token file of llm.c (starts with {magic}, {version}; not {MAGIC}, {VERSION})")
     return tokens
 
 
@@ -166,7 +155,7 @@ def scan(path):
         start = file.read(HEADER)
         tokens, size = read_header(start, path), os.fstat(file.fileno()).st_size
         if size != HEADER + 2 * tokens:
-            raise DataError(f"{path}: {size:,} bytes, but {tokens:,} tokens take {HEADER + 2 * tokens:,}: cut or damaged")
+            raise DataError(f"{path}: {size:,} bytes, {HEADER + 2 * tokens:,} expected: cut or damaged")
         digest, counts = hashlib.sha256(start), np.zeros(65536, np.int64)
         while chunk := file.read(1 << 20):
             digest.update(chunk)
@@ -194,7 +183,8 @@ def count_bytes(counts, tokenizer):
         tokenizer = get_tokenizer(tokenizer)
     except DataError:
         return None
-    return sum(int(counts[i]) * len(tokenizer.decode_single_token_bytes(i)) for i in range(tokenizer.eot_token))
+    lengths = [len(tokenizer.decode_single_token_bytes(i)) for i in range(tokenizer.eot_token)]
+    return int(counts[:len(lengths)] @ np.array(lengths))
 
 
 def check_disk(folder, need):
@@ -205,7 +195,7 @@ def check_disk(folder, need):
 
 def build(name, tokenizer, source, data_dir, write):
     """Makes data_dir/name, unless it is there and came from the same source. write(path) has to write a header,
-    whatever it says, and all tokens. Nothing counts before meta.json is there, and no name is ever seen half written.
+    whatever it says, and all tokens. Files get their names when complete, and count when meta.json fits them.
     """
     folder = Path(data_dir, name)
     try:
@@ -249,7 +239,7 @@ def build(name, tokenizer, source, data_dir, write):
             file.write(meta_bytes(meta))
             file.flush()
             os.fsync(file.fileno())
-        for file in FILES:  # meta.json last; a kill in between leaves hashes that do not fit, which load() notices
+        for file in FILES:  # meta.json last: after a kill in between, load() finds hashes that do not fit
             os.replace(temporary[file], folder / file)
     except OSError as error:
         raise DataError(f"cannot prepare {folder}: {error}") from error
@@ -265,18 +255,18 @@ def report(meta, folder, state):
     tokens, size = sum(meta["tokens"].values()), meta["bytes"]
     ratio = "unknown" if None in size.values() else f"{sum(size.values()) / tokens:.2f}"
     print(f"{folder}: {state}\n"
-          f"  {tokens:,} tokens ({meta['tokenizer']}), {meta['documents']:,} documents, {ratio} bytes per token\n"
+          f"  {tokens:,} tokens ({meta['tokenizer']}) in {meta['documents']:,} documents, {ratio} bytes a token\n"
           f"  {meta['tokens']['train']:,} for training, {meta['tokens']['val']:,} for validation\n"
           f"  from {meta['source']}\n"
           f"  next: python train.py --dataset={meta['name'] if folder.parent == DATA_DIR else folder}")
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Source 1: your own files
 
 
 def read_text(path):
-    """The text of a UTF-8 file in blocks (a byte order mark is dropped); DataError names the line that is not."""
+    """The text of a file in blocks, without a byte order mark; DataError names the line that is not UTF-8."""
     decoder, line, empty = codecs.getincrementaldecoder("utf-8-sig")(), 1, True
     with open(path, "rb") as file:
         raw = True
@@ -329,8 +319,8 @@ def prepare_files(paths, name=None, tokenizer="gpt2", data_dir=DATA_DIR):
     if shards and len(paths) > 1:
         raise DataError(f"{shards[0]}: a .bin file has to be the only source")
     name = paths[0].stem if name is None else name
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", name) or name in ("fineweb_edu", "pydocs", "__pycache__"):
-        raise DataError(f"--name={name}: choose another name, of letters, digits, '_', '-' and '.'")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII) or name in ("fineweb_edu", "pydocs"):
+        raise DataError(f"--name={name}: choose another name, of letters, digits, '_', '-', '.'")
     if shards:
         scan(paths[0])
     source = ", ".join(f"{path.name} (SHA-256 {sha256(path)[:16]})" for path in paths)
@@ -346,8 +336,11 @@ def prepare_files(paths, name=None, tokenizer="gpt2", data_dir=DATA_DIR):
     build(name, tokenizer, source, data_dir, write)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Source 2: the documentation inside Python
+
+
+SKIP = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
 
 
 def docstrings(node, name):
@@ -369,7 +362,7 @@ def python_documents():
     found = [topics[name] for name in sorted(topics)]
     library = Path(sysconfig.get_paths()["stdlib"])
     for root, folders, files in os.walk(library):
-        folders[:] = sorted({*folders} - {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"})
+        folders[:] = sorted({*folders} - SKIP)
         for path in sorted(Path(root, file) for file in files if file.endswith(".py")):
             try:  # read, never imported
                 tree = ast.parse(path.read_bytes())
@@ -383,7 +376,7 @@ def python_documents():
 
 
 def prepare_pydocs(data_dir=DATA_DIR):
-    """Prepares data_dir/pydocs: about 2 MB of text as bytes, in seconds and without a network. DataError if not."""
+    """Prepares data_dir/pydocs, about 2 MB of text as bytes, in seconds and without a network; DataError."""
     def write(path):
         found = python_documents()
         encode(([text] for text in found), "bytes", path, sum(map(len, found)))
@@ -391,12 +384,12 @@ def prepare_pydocs(data_dir=DATA_DIR):
     build("pydocs", "bytes", f"the documentation inside Python {platform.python_version()}", data_dir, write)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Source 3: FineWeb-Edu
 
 
 def download(url, part, size, total):
-    """Brings the first `size` of the `total` bytes of `url` to the file `part`, going on from what is there."""
+    """Brings the first `size` of the `total` bytes of `url` to `part`, going on from what is there."""
     import requests
     from urllib3.exceptions import MaxRetryError
     token, bar, problem = os.environ.get("HF_TOKEN", "").strip(), Progress("download", size), ""
@@ -417,13 +410,13 @@ def download(url, part, size, total):
                     else:
                         raise DataError(f"{url}: HTTP status {status} {answer.reason}")
         except requests.RequestException as error:
-            if isinstance(error, ValueError) or error.args and isinstance(error.args[0], MaxRetryError):
-                raise DataError(f"cannot reach {url} ({error}): go online or set HF_ENDPOINT to a mirror, or use what "
-                                "needs no network: python data/prepare.py pydocs, or files of your own") from error
+            if isinstance(error, ValueError) or isinstance((*error.args, None)[0], MaxRetryError):  # never connected
+                raise DataError(f"cannot reach {url} ({type(error).__name__}): go online, set HF_ENDPOINT to a "
+                                "mirror, or use pydocs or your own files, which need no network") from error
             problem = f"the connection broke or stalled ({type(error).__name__})"
         if part.exists() and part.stat().st_size >= size:
             os.truncate(part, size)  # an earlier run may have wanted more
-            return bar.end()
+            return
         if attempt < TRIES - 1:
             print(f"{url}: {problem}; again in {wait:.0f} s", file=sys.stderr)
             time.sleep(wait)
@@ -438,10 +431,10 @@ def receive(answer, part, at, size, total, bar):
     else:  # this server cannot give a part: all over again
         at, fits = 0, answer.headers.get("Content-Length", str(total)) == str(total)
     if not fits:
-        return f"the server sends other bytes than asked for ({answer.headers.get('Content-Range', 'another length')})"
+        return "the server offers other bytes than asked for"
     with open(part, "r+b" if at else "wb") as file:
         file.seek(at)
-        for chunk in answer.iter_content(1 << 18):
+        for chunk in answer.iter_content(1 << 14):
             file.write(chunk[:size - at])
             at += len(chunk)
             bar.at(at)
@@ -451,7 +444,7 @@ def receive(answer, part, at, size, total, bar):
 
 
 def prepare_fineweb_edu(tokens=None, shard=4, data_dir=DATA_DIR):
-    """Prepares data_dir/fineweb_edu from one shard, or its first `tokens`; DataError if that cannot be had."""
+    """Prepares data_dir/fineweb_edu from a shard, or its first `tokens`; DataError if it cannot be had."""
     known, most = FINEWEB_EDU["sha256"], FINEWEB_EDU["tokens"]
     if shard not in known:
         raise DataError(f"--shard={shard}: choose from {', '.join(map(str, known))}")
@@ -470,14 +463,14 @@ def prepare_fineweb_edu(tokens=None, shard=4, data_dir=DATA_DIR):
             start = front.read(HEADER)
         if start != header(most) or tokens == most and sha256(part) != known[shard]:
             part.unlink()
-            raise DataError(f"{url}: what arrived is not the shard (wrong header or SHA-256) and was deleted: try again")
+            raise DataError(f"{url}: what came has a wrong header or SHA-256 and was deleted: try again")
         os.replace(part, path)
 
     source = f"{FINEWEB_EDU['repo']}, {file}, first {tokens:,} tokens (FineWeb-Edu, licence ODC-By 1.0)"
     build("fineweb_edu", "gpt2", source, data_dir, write)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Reading
 
 
@@ -509,15 +502,15 @@ def prepared(data_dir=DATA_DIR):
 
 
 def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
-    """Opens a prepared set (a name in data_dir, or a folder): .meta, .tokenizer, .vocab_size, .fingerprint, and the
-    splits .train and .val. All is checked here, once: DataError unless both files are whole, unchanged, at least
-    block_size + 1 tokens long and without ids from vocab_size on (by default, the tokenizer's).
+    """Opens a prepared set (a name in data_dir, or a folder): .meta, .tokenizer, .vocab_size, .fingerprint, and
+    the splits .train and .val. All is checked here, once: DataError unless both files are whole, unchanged, have
+    block_size + 1 tokens or more, and no id from vocab_size on (None: the tokenizer's).
     """
     remedy = f"python data/prepare.py {name if name in ('fineweb_edu', 'pydocs') else 'FILE --name=NAME'}"
-    folder = next((path for path in (Path(data_dir, name), Path(name)) if (path / "meta.json").is_file()), None)
-    if folder is None:
-        raise DataError(f"no data called {name} in {data_dir} (there: {', '.join(prepared(data_dir)) or 'nothing'}); "
-                        f"make it: {remedy}")
+    folder = Path(data_dir, name) if Path(data_dir, name, "meta.json").is_file() else Path(name)
+    if not (folder / "meta.json").is_file():
+        there = ", ".join(prepared(data_dir)) or "nothing"
+        raise DataError(f"no data called {name} in {data_dir} (there: {there}); make it: {remedy}")
     splits = {}
     try:
         raw = (folder / "meta.json").read_bytes()
@@ -537,8 +530,8 @@ def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
                 raise DataError(f"{facts}; block_size is {block_size}, at most {found.tokens - 1} fits: "
                                 "use a smaller block_size or more text")
             if found.largest >= (vocab_size or meta["vocab_size"]):
-                raise DataError(f"{facts}; vocab_size is {vocab_size}: it must be at least {meta['vocab_size']}, "
-                                f"for the tokenizer {meta['tokenizer']}")
+                raise DataError(f"{facts}; vocab_size is {vocab_size}, the tokenizer {meta['tokenizer']} "
+                                f"needs {meta['vocab_size']}")
     except (OSError, ValueError) as error:
         raise DataError(f"{folder}: cannot be used, {error}; make it again: {remedy}") from error
     fingerprint = hashlib.sha256(json.dumps(meta["sha256"], sort_keys=True).encode()).hexdigest()[:16]
@@ -546,7 +539,7 @@ def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
                            fingerprint=fingerprint, **splits)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------
 # Command line
 
 
