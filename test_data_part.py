@@ -58,7 +58,8 @@ def gpt2():
         pytest.skip("needs gpt2's vocabulary in TIKTOKEN_CACHE_DIR")
 
 
-TEXTS = ["plain words", "caf\u00e9 \u4f60\u597d \U0001F600 \u0301", "a\r\nb\rc\n\n\n  d\t", "<|endoftext|> as text", "", " "]
+TEXTS = ["plain words", "caf\u00e9 \u4f60\u597d \U0001F600 \u0301", "a\r\nb\rc\n\n\n  d\t",
+         "<|endoftext|> as text", "", " "]
 
 
 def test_data_bytes_tokenizer_is_utf8():
@@ -93,7 +94,7 @@ def test_data_long_run_takes_seconds(gpt2, character):
 
 
 def test_data_documents_and_separators(tmp_path, capsys):
-    """Catches a separator missing, doubled or after its document, and `<|endoftext|>` in a text made a separator."""
+    """Catches a separator missing, doubled or behind its document, and `<|endoftext|>` in a text made one."""
     lines = [json.dumps({"text": text, "id": 1}) for text in TEXTS] + ["", "  "]
     assert make(tmp_path, "\n".join(lines), suffix=".jsonl") == 0
     expected = [i for text in TEXTS if text for i in (256, *text.encode())]
@@ -102,18 +103,19 @@ def test_data_documents_and_separators(tmp_path, capsys):
     assert meta["documents"] == 5 and sum(meta["bytes"].values()) == len(expected) - 5
     assert sum(meta["tokens"].values()) == len(expected) and meta["vocab_size"] == 257
     out = capsys.readouterr().out
-    assert f"{len(expected)} tokens" in out and "5 documents" in out and "next: python train.py --dataset=" in out
+    for part in (f"{len(expected)} bytes tokens", "5 documents", "next: python train.py --dataset="):
+        assert part in out
 
 
 def test_data_text_is_kept_exactly(tmp_path):
-    """Catches line ends converted, a byte order mark kept, or a character cut between two blocks of the file."""
+    """Catches line ends converted, a byte order mark kept, or a character cut between two blocks."""
     text = "\u4f60\r\n" + "\u00e9\U0001F600 \r" * 250_000
     assert make(tmp_path, b"\xef\xbb\xbf" + text.encode()) == 0
     assert bytes(all_tokens(tmp_path)[1:]) == text.encode()
 
 
 def test_data_gpt2_roundtrip(tmp_path, gpt2):
-    """Catches gpt2 files that do not decode to the text, and bytes per split that are not those of its tokens."""
+    """Catches gpt2 files that do not decode to the text, and bytes of a split that are not its own."""
     text = "Hello <|endoftext|> world, caf\u00e9 \U0001F600.\n" * 50
     assert make(tmp_path, text, "--tokenizer=gpt2") == 0
     tokens = all_tokens(tmp_path)
@@ -126,7 +128,7 @@ def test_data_gpt2_roundtrip(tmp_path, gpt2):
 
 @pytest.mark.parametrize("n, n_val", [(20, 2), (1000, 100), (2_000_000, 100_000), (12_000_000, 120_000)])
 def test_data_split_sizes(tmp_path, n, n_val):
-    """Catches a split that is not the last 1% (small sets: 10% or 100,000), or loses, mixes or repeats tokens."""
+    """Catches a split of another size than 1% (small sets: 10% or 100,000), and tokens lost or repeated."""
     tokens = (np.arange(n) % 50000).astype("<u2")
     assert prepare.main([str(write_bin(tmp_path / "x.bin", tokens)), f"--data_dir={tmp_path}"]) == 0
     data = prepare.load("x", 1, tmp_path)
@@ -184,7 +186,7 @@ def test_data_bad_input_is_one_line(tmp_path, monkeypatch, capsys, case):
     (tmp_path / "folder").mkdir()
     good = prepare.header(100) + bytes(200)
     for name, content in {
-            "good.txt": b"good " * 50, "good.bin": good, "magic.bin": bytes(1) + good[1:], "cut.bin": good[:-2],
+            "good.txt": b"good " * 50, "good.bin": good, "cut.bin": good[:-2], "magic.bin": b"\0" + good[1:],
             "odd.bin": good + b"1", "tiny.bin": good[:50], "empty.txt": b"", "short.txt": b"ab",
             "latin.txt": b"a\nb\ncaf\xe9 " + b"c" * 50, "torn.txt": b"a" * 50 + b"\n\xc3",
             "bad.jsonl": b'{"text": "a"}\n{"text": \n', "field.jsonl": b'\n{"text": "a"}\n{"txt": "a"}\n',
@@ -193,7 +195,7 @@ def test_data_bad_input_is_one_line(tmp_path, monkeypatch, capsys, case):
     before = sorted(tmp_path.rglob("*"))
     args, expected = BAD[case]
     files = args and args[0] not in ("fineweb_edu", "pydocs")
-    extra = ["--tokenizer=bytes"] if files and ".bin" not in args[0] and "--tokeni" not in "".join(args) else []
+    extra = ["--tokenizer=bytes"] if files and ".bin" not in args[0] and "--tokeni" not in args[-1] else []
     try:
         status = prepare.main([*args, f"--data_dir={tmp_path / 'new'}", *extra])
     except SystemExit as error:
@@ -204,7 +206,7 @@ def test_data_bad_input_is_one_line(tmp_path, monkeypatch, capsys, case):
 
 
 def test_data_second_run_does_nothing(tmp_path, capsys):
-    """Catches work done twice, a changed source or setting not noticed, and a damaged set taken for finished."""
+    """Catches work done twice, a changed source not noticed, and a damaged set taken for finished."""
     make(tmp_path, "one text " * 20)
     before, stamp = snapshot(tmp_path / "set"), (tmp_path / "set" / "meta.json").stat().st_mtime_ns
     capsys.readouterr()
@@ -218,7 +220,7 @@ def test_data_second_run_does_nothing(tmp_path, capsys):
 
 
 def test_data_failure_keeps_what_was_there(tmp_path, monkeypatch, capsys):
-    """Catches an old set destroyed, or temporary files left, when writing, syncing or stopping fails half-way."""
+    """Catches an old set destroyed, or temporary files left, on a full disk or Ctrl-C."""
     make(tmp_path, "one text " * 20)
     before = snapshot(tmp_path / "set")
 
@@ -294,7 +296,7 @@ def test_data_window_reads_the_right_tokens(tmp_path):
 
 
 def test_data_block_size_edge(tmp_path):
-    """Catches block_size + 1 tokens being refused or block_size accepted, and a message without the numbers."""
+    """Catches block_size + 1 tokens being refused, block_size accepted, or a message without numbers."""
     make(tmp_path, "z" * 999)  # 900 + 100 tokens
     assert len(prepare.load("set", 99, tmp_path).val) == 100
     with pytest.raises(DataError) as error:
@@ -347,7 +349,7 @@ def test_data_meta_with_another_format(tmp_path):
 
 @pytest.mark.slow
 def test_data_random_corruption_is_noticed(tmp_path):
-    """Catches any damage (bits flipped, bytes swapped, files cut) that loads, or ends in another exception."""
+    """Catches damage (bits flipped, bytes swapped, files cut) that loads, or ends in another exception."""
     make(tmp_path, "some text, all of it different: " + " ".join(map(str, range(300))))
     prepare.load("set", 8, tmp_path)
     good, rng = {name: (tmp_path / "set" / name).read_bytes() for name in prepare.FILES}, random.Random(0)
@@ -384,7 +386,8 @@ def test_data_memory_stays_flat(tmp_path):
             "print((rss() - start) // 1024)\n")
     (tmp_path / "big.txt").write_bytes(b"a few words of text " * 2_000_000)  # 40 MB; as a list 320 MB
     root = os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__)))
-    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=root)
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=root)
     assert run.returncode == 0 and int(run.stdout.split()[-1]) < 60, run.stdout + run.stderr
 
 
@@ -424,7 +427,7 @@ class Shard:
                 shard.answer(self, shard.behaviour[min(number, len(shard.behaviour) - 1)])
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-        threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
 
     def answer(self, handler, how):
         if how.isdecimal():
@@ -464,7 +467,7 @@ def shard(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", shard.url + "/")
     monkeypatch.setenv("HF_TOKEN", "secret")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(prepare, "count_bytes", lambda counts, tokenizer: None)  # the real one may use the network
+    monkeypatch.setattr(prepare, "count_bytes", lambda counts, tokenizer: None)  # might use the network
     yield shard
     shard.server.shutdown()
     shard.server.server_close()
@@ -479,11 +482,11 @@ def folder_files(folder):
 
 
 @pytest.mark.parametrize("behaviour, requests", [
-    (["good"], 1), (["cut", "cut", "good"], 3), (["stall", "good"], 2), (["429", "good"], 2), (["503", "good"], 2),
-    (["408", "good"], 2), (["long", "good"], 2), (["whole"], 1), (["cut", "whole"], 2), (["shifted", "total", "good"], 3),
-    (["page", "good"], 2)])
+    (["good"], 1), (["cut", "cut", "good"], 3), (["stall", "good"], 2), (["429", "good"], 2),
+    (["503", "good"], 2), (["408", "good"], 2), (["long", "good"], 2), (["whole"], 1), (["cut", "whole"], 2),
+    (["shifted", "total", "good"], 3), (["page", "good"], 2)])
 def test_data_download_survives(tmp_path, shard, capsys, behaviour, requests):
-    """Catches a break, stall, rate limit or lying server that ends the download, or puts wrong bytes into it."""
+    """Catches a break, stall, rate limit or lying server that ends a download or puts wrong bytes into it."""
     shard.behaviour, began = behaviour, time.monotonic()
     assert fetch(tmp_path) == 0
     assert time.monotonic() - began >= (1 if "429" in behaviour else 0)  # Retry-After
@@ -500,9 +503,10 @@ def test_data_download_survives(tmp_path, shard, capsys, behaviour, requests):
 
 @pytest.mark.parametrize("behaviour, requests, message", [
     ("500", 5, "HTTP status 500"), ("404", 1, "HTTP status 404"), ("401", 1, "HTTP status 401"),
-    ("shifted", 5, "other bytes"), ("total", 5, "other bytes"), ("damaged", 1, "SHA-256"), ("page", 5, "other bytes")])
+    ("shifted", 5, "other bytes"), ("total", 5, "other bytes"), ("damaged", 1, "SHA-256"),
+    ("page", 5, "other bytes")])
 def test_data_download_gives_up(tmp_path, shard, capsys, behaviour, requests, message):
-    """Catches endless tries, tries where there is no hope, a wrong file kept, and errors without URL and reason."""
+    """Catches endless or hopeless tries, a wrong file kept, and errors without URL and reason."""
     shard.behaviour = [behaviour]
     assert fetch(tmp_path) == 1
     last = capsys.readouterr().err.splitlines()[-1]
@@ -535,7 +539,8 @@ def test_data_download_front_only(tmp_path, shard):
         shard.behaviour = [behaviour]
         assert fetch(tmp_path, f"--tokens={tokens}") == 0
         assert shard.requests[-1][1]["Range"] == f"bytes=0-{1023 + 2 * tokens}"
-        assert np.array(all_tokens(tmp_path, "fineweb_edu"), "<u2").tobytes() == shard.raw[1024:1024 + 2 * tokens]
+        got = np.array(all_tokens(tmp_path, "fineweb_edu"), "<u2").tobytes()
+        assert got == shard.raw[1024:1024 + 2 * tokens]
     part = tmp_path / "fineweb_edu" / "edu_fineweb_train_000004.bin.part"
     part.write_bytes(shard.raw[:9000])  # an earlier run wanted more
     assert fetch(tmp_path, "--tokens=100") == 0 and len(all_tokens(tmp_path, "fineweb_edu")) == 100
@@ -554,7 +559,7 @@ def test_data_offline_is_said_at_once(tmp_path, shard, monkeypatch, capsys):
 
 
 def test_data_gpt2_offline_names_the_files(tmp_path, monkeypatch):
-    """Catches a hang or traceback when gpt2's vocabulary is not on the machine, and a request without a timeout."""
+    """Catches a traceback when gpt2's vocabulary is not on the machine, and a request without a timeout."""
     import requests
     import tiktoken.registry
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))

@@ -80,9 +80,10 @@ def get_tokenizer(name):
             return tiktoken.get_encoding("gpt2")
     except Exception as error:
         raise DataError(
-            f"cannot load the gpt2 tokenizer ({type(error).__name__}): tiktoken takes vocab.bpe and encoder.json from "
-            "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/ once and keeps them in the folder "
-            "that TIKTOKEN_CACHE_DIR names: go online, copy that folder, or use --tokenizer=bytes") from error
+            f"cannot load the gpt2 tokenizer ({type(error).__name__}): tiktoken takes vocab.bpe and "
+            "encoder.json from https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/ once and keeps "
+            "them in the folder TIKTOKEN_CACHE_DIR names: go online, copy that folder, or use --tokenizer=bytes"
+        ) from error
 
 
 # Up to 4,000 characters, to the end of a word: gpt2 never joins a word to the space after it, so a cut there
@@ -125,7 +126,7 @@ class Progress:
         elif now > self.next and done > self.first:
             self.next, rate, share = now + 5, (done - self.first) / (now - self.began), done / self.total
             print(f"{self.label} [{'#' * int(20 * share):.<20}] {share:4.0%} of {self.total / 1e6:,.0f} MB, "
-                  f"{rate / 1e6:.1f} MB/s, {(self.total - done) / rate:.0f} s left", file=sys.stderr, flush=True)
+                  f"{rate / 1e6:.1f} MB/s, {(self.total - done) / rate:.0f} s left", file=sys.stderr)
 
 
 # ------------------------------------------------------------------------------
@@ -145,7 +146,7 @@ def read_header(start, path):
         raise DataError(f"{path}: {len(start)} bytes, shorter than a header ({HEADER} bytes)")
     magic, version, tokens = np.frombuffer(start[:12], "<i4").tolist()
     if (magic, version) != (MAGIC, VERSION):
-        raise DataError(f"{path}: not a token file of llm.c (starts with {magic}, {version}; not {MAGIC}, {VERSION})")
+        raise DataError(f"{path}: not llm.c's format (starts with {magic}, {version}; not {MAGIC}, 1)")
     return tokens
 
 
@@ -194,8 +195,8 @@ def check_disk(folder, need):
 
 
 def build(name, tokenizer, source, data_dir, write):
-    """Makes data_dir/name, unless it is there and came from the same source. write(path) has to write a header,
-    whatever it says, and all tokens. Files get their names when complete, and count when meta.json fits them.
+    """Makes data_dir/name, unless it is there and came from the same source. write(path) writes any header
+    and all tokens. Files get their names when complete, and count when meta.json fits them.
     """
     folder = Path(data_dir, name)
     try:
@@ -255,7 +256,7 @@ def report(meta, folder, state):
     tokens, size = sum(meta["tokens"].values()), meta["bytes"]
     ratio = "unknown" if None in size.values() else f"{sum(size.values()) / tokens:.2f}"
     print(f"{folder}: {state}\n"
-          f"  {tokens:,} tokens ({meta['tokenizer']}) in {meta['documents']:,} documents, {ratio} bytes a token\n"
+          f"  {tokens:,} {meta['tokenizer']} tokens, {ratio} bytes per token, {meta['documents']:,} documents\n"
           f"  {meta['tokens']['train']:,} for training, {meta['tokens']['val']:,} for validation\n"
           f"  from {meta['source']}\n"
           f"  next: python train.py --dataset={meta['name'] if folder.parent == DATA_DIR else folder}")
@@ -276,7 +277,7 @@ def read_text(path):
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
                 line += error.object[:error.start].count(b"\n")
-                raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason}): save it as UTF-8") from error
+                raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason})") from error
             line, empty = line + text.count("\n"), empty and not text
             yield text
     if empty:
@@ -410,9 +411,10 @@ def download(url, part, size, total):
                     else:
                         raise DataError(f"{url}: HTTP status {status} {answer.reason}")
         except requests.RequestException as error:
-            if isinstance(error, ValueError) or isinstance((*error.args, None)[0], MaxRetryError):  # never connected
-                raise DataError(f"cannot reach {url} ({type(error).__name__}): go online, set HF_ENDPOINT to a "
-                                "mirror, or use pydocs or your own files, which need no network") from error
+            never_connected = isinstance((*error.args, None)[0], MaxRetryError)
+            if never_connected or isinstance(error, ValueError):  # ValueError: no valid address
+                raise DataError(f"cannot reach {url} ({type(error).__name__}): go online, set HF_ENDPOINT to "
+                                "a mirror, or prepare pydocs or your own files instead") from error
             problem = f"the connection broke or stalled ({type(error).__name__})"
         if part.exists() and part.stat().st_size >= size:
             os.truncate(part, size)  # an earlier run may have wanted more
@@ -424,7 +426,7 @@ def download(url, part, size, total):
 
 
 def receive(answer, part, at, size, total, bar):
-    """Writes the body of a good answer to `part`, from byte `at`; returns what is wrong if it ends too early."""
+    """Writes the body of a good answer to `part`, from byte `at`; returns what went wrong if not all came."""
     if answer.status_code == 206:
         promised = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", answer.headers.get("Content-Range", ""))
         fits = promised and (int(promised[1]), int(promised[2])) == (at, total)
@@ -502,9 +504,9 @@ def prepared(data_dir=DATA_DIR):
 
 
 def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
-    """Opens a prepared set (a name in data_dir, or a folder): .meta, .tokenizer, .vocab_size, .fingerprint, and
-    the splits .train and .val. All is checked here, once: DataError unless both files are whole, unchanged, have
-    block_size + 1 tokens or more, and no id from vocab_size on (None: the tokenizer's).
+    """Opens a prepared set (a name in data_dir, or a folder): .meta, .tokenizer, .vocab_size, .fingerprint,
+    and the splits .train and .val. All is checked here, once: DataError unless both files are whole, unchanged,
+    have block_size + 1 tokens or more, and no id from vocab_size on (None: the tokenizer's).
     """
     remedy = f"python data/prepare.py {name if name in ('fineweb_edu', 'pydocs') else 'FILE --name=NAME'}"
     folder = Path(data_dir, name) if Path(data_dir, name, "meta.json").is_file() else Path(name)
@@ -555,9 +557,10 @@ def main(argv=None):
     """Runs the command line; returns the exit status."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a file name may not fit the console
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    text = argparse.RawDescriptionHelpFormatter
+    parser = Parser(description=__doc__, formatter_class=text, allow_abbrev=False)
     parser.add_argument("source", nargs="+", help="fineweb_edu, pydocs, or files: text, .jsonl or one .bin")
-    parser.add_argument("--tokens", type=int, metavar="N", help="fineweb_edu: only the first N (default: all)")
+    parser.add_argument("--tokens", type=int, metavar="N", help="fineweb_edu: the first N (default: all)")
     parser.add_argument("--shard", type=int, help="fineweb_edu: which shard, 4 or 5 (default: 4)")
     parser.add_argument("--name", help="files: name of the folder to make (default: that of the first file)")
     parser.add_argument("--tokenizer", choices=list(VOCAB_SIZE), help="files: (default: gpt2)")
@@ -565,8 +568,11 @@ def main(argv=None):
     args = vars(parser.parse_args(argv))
     source, data_dir = args.pop("source"), Path(args.pop("data_dir"))
     given = {option: value for option, value in args.items() if value is not None}
-    use, allowed = {"fineweb_edu": (prepare_fineweb_edu, ("tokens", "shard")), "pydocs": (prepare_pydocs, ())}.get(
-        source[0] if len(source) == 1 else None, (functools.partial(prepare_files, source), ("name", "tokenizer")))
+    use, allowed = functools.partial(prepare_files, source), ("name", "tokenizer")
+    if source == ["fineweb_edu"]:
+        use, allowed = prepare_fineweb_edu, ("tokens", "shard")
+    elif source == ["pydocs"]:
+        use, allowed = prepare_pydocs, ()
     try:
         for option in given:
             if option not in allowed:
@@ -582,5 +588,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that temporary files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception: temporary files go
     sys.exit(main())
