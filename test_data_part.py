@@ -71,15 +71,17 @@ def test_data_bytes_tokenizer_is_utf8():
     assert (tokenizer.eot_token, tokenizer.n_vocab) == (256, 257)
 
 
-def test_data_pieces_keep_gpt2_tokens(gpt2):
+def test_data_pieces_keep_gpt2_tokens(gpt2, monkeypatch):
     """Catches cutting a text where gpt2 would have made one token, in a block or between two."""
+    short = prepare.PIECE.pattern.replace("4000", "60")
+    monkeypatch.setattr(prepare, "PIECE", re.compile(short, prepare.PIECE.flags))
     rng = random.Random(0)
-    parts = ["word", " ", "  ", "\n", "\r\n", "'s", "12", "!?", "\u00e9", "\u00a0", "\x1c", "\u2003", "\t"]
-    for length, block in ((50, 7), (3000, 1000), (9000, 4001)):
-        text = "".join(rng.choices(parts, k=length))
-        blocks = [text[i:i + block] for i in range(0, len(text), block)]
-        got = list(prepare.pieces(blocks))
-        assert "".join(got) == text
+    words = ["word", "Sam's", "12", "!?", "\u00e9", "!\x1c!", "\x1c", "...", "\u4f60\u597d"]
+    spaces = [" ", " ", "  ", "\n", "\r\n", "\u00a0", "\u2003", "\t", "    \n\n  "]
+    for block in (7, 61, 1000, 100_000):
+        text = "".join(rng.choice(words) + rng.choice(spaces) for _ in range(3000))
+        got = list(prepare.pieces(text[i:i + block] for i in range(0, len(text), block)))
+        assert "".join(got) == text and len(got) > 200
         assert [i for piece in got for i in gpt2.encode_ordinary(piece)] == gpt2.encode_ordinary(text)
 
 
@@ -103,7 +105,7 @@ def test_data_documents_and_separators(tmp_path, capsys):
     assert meta["documents"] == 5 and sum(meta["bytes"].values()) == len(expected) - 5
     assert sum(meta["tokens"].values()) == len(expected) and meta["vocab_size"] == 257
     out = capsys.readouterr().out
-    for part in (f"{len(expected)} bytes tokens", "5 documents", "next: python train.py --dataset="):
+    for part in (f"{len(expected)} bytes tokens", "5 texts", "next: python train.py --dataset="):
         assert part in out
 
 
@@ -166,7 +168,7 @@ BAD = {
     "cut": (["cut.bin"], "cut.bin"),
     "odd": (["odd.bin"], "odd.bin"),
     "no header": (["tiny.bin"], "tiny.bin"),
-    "empty": (["empty.txt"], "empty.txt"),
+    "empty": (["good.txt", "empty.txt"], "empty.txt: empty"),
     "short": (["short.txt"], "short.txt"),
     "latin-1": (["latin.txt"], "latin.txt, line 3"),
     "cut character": (["torn.txt"], "torn.txt, line 2"),
@@ -187,7 +189,7 @@ def test_data_bad_input_is_one_line(tmp_path, monkeypatch, capsys, case):
     good = prepare.header(100) + bytes(200)
     for name, content in {
             "good.txt": b"good " * 50, "good.bin": good, "cut.bin": good[:-2], "magic.bin": b"\0" + good[1:],
-            "odd.bin": good + b"1", "tiny.bin": good[:50], "empty.txt": b"", "short.txt": b"ab",
+            "odd.bin": good + b"1", "tiny.bin": good[:5], "empty.txt": b"", "short.txt": b"ab",
             "latin.txt": b"a\nb\ncaf\xe9 " + b"c" * 50, "torn.txt": b"a" * 50 + b"\n\xc3",
             "bad.jsonl": b'{"text": "a"}\n{"text": \n', "field.jsonl": b'\n{"text": "a"}\n{"txt": "a"}\n',
             "list.jsonl": b'["text"]\n'}.items():
@@ -232,6 +234,8 @@ def test_data_failure_keeps_what_was_there(tmp_path, monkeypatch, capsys):
             capsys.readouterr()
             assert make(tmp_path, "other text " * 20) == 1
             assert "No space left" in one_error_line(capsys) and snapshot(tmp_path / "set") == before
+            with pytest.raises(DataError, match="No space left"):  # not an OSError
+                prepare.prepare_files([tmp_path / "source.txt"], "set", "bytes", tmp_path)
     monkeypatch.setattr(prepare, "encode", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     assert make(tmp_path, "other text " * 20) == 130
     assert snapshot(tmp_path / "set") == before
@@ -276,16 +280,25 @@ def test_data_window_reads_the_right_tokens(tmp_path):
     write_bin(tmp_path / "x.bin", tokens)
     split = prepare.Split(tmp_path / "x.bin", len(tokens))
     assert len(split) == 40_000 and split.window(0, 1).dtype == np.int64
-    wrong = []
+    wrong, real = [], split.file
+
+    class SlowFile:
+        read = real.read
+
+        def seek(self, position):
+            real.seek(position)
+            time.sleep(0.0005)
+    split.file = SlowFile()
 
     def read(seed):
         rng = random.Random(seed)
-        for _ in range(300):
+        for _ in range(100):
             start = rng.randrange(39_900)
             if not np.array_equal(split.window(start, 100), tokens[start:start + 100]):
                 wrong.append(start)
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
     [thread.start() for thread in threads], [thread.join() for thread in threads]
+    split.file = real
     assert wrong == [] and split.window(39_900, 100).tolist() == tokens[-100:].tolist()
     for start, length in ((-1, 5), (39_901, 100), (0, -1)):
         with pytest.raises(IndexError):
@@ -454,7 +467,7 @@ class Shard:
         handler.wfile.write(body[:len(body) // 2] if how in ("cut", "stall") else body)
         if how == "stall":
             handler.wfile.flush()
-            time.sleep(1)
+            time.sleep(5)
 
 
 @pytest.fixture
@@ -490,6 +503,7 @@ def test_data_download_survives(tmp_path, shard, capsys, behaviour, requests):
     shard.behaviour, began = behaviour, time.monotonic()
     assert fetch(tmp_path) == 0
     assert time.monotonic() - began >= (1 if "429" in behaviour else 0)  # Retry-After
+    assert time.monotonic() - began < 4  # a stall is not waited out
     assert len(shard.requests) == requests and folder_files(tmp_path) == sorted(prepare.FILES)
     path, headers = shard.requests[0]
     assert path == ("/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main/"

@@ -81,9 +81,9 @@ def get_tokenizer(name):
     except Exception as error:
         raise DataError(
             f"cannot load the gpt2 tokenizer ({type(error).__name__}): tiktoken takes vocab.bpe and "
-            "encoder.json from https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/ once and keeps "
-            "them in the folder TIKTOKEN_CACHE_DIR names: go online, copy that folder, or use --tokenizer=bytes"
-        ) from error
+            "encoder.json from https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/ once and "
+            "keeps them in the folder TIKTOKEN_CACHE_DIR names: go online, copy that folder, or use "
+            "--tokenizer=bytes") from error
 
 
 # Up to 4,000 characters, to the end of a word: gpt2 never joins a word to the space after it, so a cut there
@@ -256,7 +256,7 @@ def report(meta, folder, state):
     tokens, size = sum(meta["tokens"].values()), meta["bytes"]
     ratio = "unknown" if None in size.values() else f"{sum(size.values()) / tokens:.2f}"
     print(f"{folder}: {state}\n"
-          f"  {tokens:,} {meta['tokenizer']} tokens, {ratio} bytes per token, {meta['documents']:,} documents\n"
+          f"  {tokens:,} {meta['tokenizer']} tokens, {ratio} bytes per token, {meta['documents']:,} texts\n"
           f"  {meta['tokens']['train']:,} for training, {meta['tokens']['val']:,} for validation\n"
           f"  from {meta['source']}\n"
           f"  next: python train.py --dataset={meta['name'] if folder.parent == DATA_DIR else folder}")
@@ -417,7 +417,7 @@ def download(url, part, size, total):
                                 "a mirror, or prepare pydocs or your own files instead") from error
             problem = f"the connection broke or stalled ({type(error).__name__})"
         if part.exists() and part.stat().st_size >= size:
-            os.truncate(part, size)  # an earlier run may have wanted more
+            os.truncate(part, size)  # the last chunk went on, or an earlier run wanted more
             return
         if attempt < TRIES - 1:
             print(f"{url}: {problem}; again in {wait:.0f} s", file=sys.stderr)
@@ -437,7 +437,7 @@ def receive(answer, part, at, size, total, bar):
     with open(part, "r+b" if at else "wb") as file:
         file.seek(at)
         for chunk in answer.iter_content(1 << 14):
-            file.write(chunk[:size - at])
+            file.write(chunk)
             at += len(chunk)
             bar.at(at)
             if at >= size:
@@ -505,8 +505,8 @@ def prepared(data_dir=DATA_DIR):
 
 def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
     """Opens a prepared set (a name in data_dir, or a folder): .meta, .tokenizer, .vocab_size, .fingerprint,
-    and the splits .train and .val. All is checked here, once: DataError unless both files are whole, unchanged,
-    have block_size + 1 tokens or more, and no id from vocab_size on (None: the tokenizer's).
+    and the splits .train and .val. All is checked now: DataError unless both files are whole and unchanged,
+    have block_size + 1 tokens or more, and no id reaches vocab_size (None: the tokenizer's).
     """
     remedy = f"python data/prepare.py {name if name in ('fineweb_edu', 'pydocs') else 'FILE --name=NAME'}"
     folder = Path(data_dir, name) if Path(data_dir, name, "meta.json").is_file() else Path(name)
