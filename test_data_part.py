@@ -105,7 +105,7 @@ def test_data_documents_and_separators(tmp_path, capsys):
     assert meta["documents"] == 5 and sum(meta["bytes"].values()) == len(expected) - 5
     assert sum(meta["tokens"].values()) == len(expected) and meta["vocab_size"] == 257
     out = capsys.readouterr().out
-    for part in (f"{len(expected)} bytes tokens", "5 texts", "next: python train.py --dataset="):
+    for part in (f"{len(expected)} bytes tokens", "5 documents", "next: python train.py --dataset="):
         assert part in out
 
 

@@ -256,7 +256,8 @@ def report(meta, folder, state):
     tokens, size = sum(meta["tokens"].values()), meta["bytes"]
     ratio = "unknown" if None in size.values() else f"{sum(size.values()) / tokens:.2f}"
     print(f"{folder}: {state}\n"
-          f"  {tokens:,} {meta['tokenizer']} tokens, {ratio} bytes per token, {meta['documents']:,} texts\n"
+          f"  {tokens:,} {meta['tokenizer']} tokens, {meta['documents']:,} documents, "
+          f"{ratio} bytes per token\n"
           f"  {meta['tokens']['train']:,} for training, {meta['tokens']['val']:,} for validation\n"
           f"  from {meta['source']}\n"
           f"  next: python train.py --dataset={meta['name'] if folder.parent == DATA_DIR else folder}")
@@ -505,7 +506,7 @@ def prepared(data_dir=DATA_DIR):
 
 def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
     """Opens a prepared set (a name in data_dir, or a folder): .meta, .tokenizer, .vocab_size, .fingerprint,
-    and the splits .train and .val. All is checked now: DataError unless both files are whole and unchanged,
+    and the splits .train and .val. All is checked here: DataError unless both files are whole and unchanged,
     have block_size + 1 tokens or more, and no id reaches vocab_size (None: the tokenizer's).
     """
     remedy = f"python data/prepare.py {name if name in ('fineweb_edu', 'pydocs') else 'FILE --name=NAME'}"
