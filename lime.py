@@ -67,6 +67,9 @@ class Own(nn.Module):
     def read(self, memory, g):
         return project(memory.last, self.wkv, g).unflatten(-1, (self.Hkv, -1)).transpose(1, 2)
 
+    def weights(self, n):
+        """What the router chose, if there is one; see the subclasses."""
+
     def init_router(self):
         pass
 
@@ -94,7 +97,7 @@ class Static(Stream):
     def init_router(self):
         self.R.normal_(0, 0.1)
 
-    def weights(self, n=None):
+    def weights(self, n):
         """a (H, r+1), each head's share of every representation; rows sum to 1."""
         a = self.R.softmax(-1)
         if self.top_p < 1:                       # the smallest set that reaches top_p; the entry that crosses it stays
@@ -151,12 +154,12 @@ class KeyValue(Pair):
         self.R.uniform_(-b, b)
         self.R[:, -self.Hkv:] = torch.eye(self.Hkv)                                 # the block's own heads
 
-    def weights(self, n=None):
+    def weights(self, n):
         """R itself (Hkv, (r+1) Hkv), signed."""
         return self.R
 
     def read(self, memory, g):
-        kv = memory.mix(self.R)                                                     # (Hkv, B*T, 2 hd)
+        kv = memory.mix(self.weights(None))                                                   # (Hkv, B*T, 2 hd)
         B, _, T, _ = memory.last.shape
         return kv.unflatten(1, (B, T)).transpose(0, 1)
 
@@ -352,8 +355,8 @@ class Attention(nn.Module):
         self.memory.write(n, self.gain, memory)
         k, v = self.memory.read(memory, self.gain).chunk(2, -1)                     # (B, Hkv, T, hd) each
         if trace is not None:
-            trace["values"].append(v)
-            trace["weights"].append(self.memory.weights(n) if hasattr(self.memory, "weights") else None)
+            trace.setdefault("values", []).append(v)
+            trace.setdefault("weights", []).append(self.memory.weights(n))
         q, k = rotate(q, *rope), rotate(k, *rope)
         T, mask = n.shape[1], None
         if cache is not None:                                                       # (2, B, Hkv, block_size, hd)
@@ -425,12 +428,19 @@ class LIMe(nn.Module):
         x = residual.expand(F.embedding(idx, self.embed), self.cfg)
         for r, block in enumerate(self.blocks):
             if trace is not None:
-                trace["hidden"].append(x)
+                trace.setdefault("hidden", []).append(residual.collapse(x))
             x = block(x, memory, rope, None if cache is None else cache[r], start, trace)
+        if trace is not None:
+            trace["hidden"].append(residual.collapse(x))
         return normalise(residual.collapse(x), self.cfg.norm_eps)
 
-    def forward(self, idx, targets=None):
-        n = self.hidden(idx)
+    def forward(self, idx, targets=None, trace=None):
+        """Logits (B, T, V) for ids idx (B, T), and the mean cross-entropy with targets (B, T) in nats, or None.
+
+        With a dict as trace, it receives lists over blocks: `hidden`, the streams x_0..x_L (B, T, D); `values`
+        (B, Hkv, T, hd); `weights`, what the routers chose: None without a router, static (H, r+1), dynamic
+        (B*T, H, r+1), kv (Hkv, (r+1) Hkv)."""
+        n = self.hidden(idx, trace=trace)
         logits = project(n, self.embed, self.gain)
         loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return logits, loss

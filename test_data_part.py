@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from data import prepare
-from data.prepare import DataError
+from data.prepare import UserError
 
 
 def write_bin(path, tokens):
@@ -25,11 +25,22 @@ def write_bin(path, tokens):
     return path
 
 
+def command(argv):
+    """The exit status of `python data/prepare.py ARGV`; its message goes to stderr."""
+    try:
+        return prepare.main(argv) or 0
+    except KeyboardInterrupt:
+        return 130
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
 def make(folder, text, *options, name="set", suffix=".txt"):
     """Prepares `text` (str or bytes) as folder/name with the bytes tokenizer; the exit status."""
     path = folder / f"source{suffix}"
     path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return prepare.main([str(path), f"--name={name}", f"--data_dir={folder}", "--tokenizer=bytes", *options])
+    return command([str(path), f"--name={name}", f"--data_dir={folder}", "--tokenizer=bytes", *options])
 
 
 def all_tokens(folder, name="set"):
@@ -54,7 +65,7 @@ def gpt2():
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("requests.get", lambda *a, **k: (_ for _ in ()).throw(OSError("offline")))
             return prepare.get_tokenizer("gpt2")
-    except DataError:
+    except UserError:
         pytest.skip("needs gpt2's vocabulary in TIKTOKEN_CACHE_DIR")
 
 
@@ -132,7 +143,7 @@ def test_data_gpt2_roundtrip(tmp_path, gpt2):
 def test_data_split_sizes(tmp_path, n, n_val):
     """Catches a split of another size than 1% (small sets: 10% or 100,000), and tokens lost or repeated."""
     tokens = (np.arange(n) % 50000).astype("<u2")
-    assert prepare.main([str(write_bin(tmp_path / "x.bin", tokens)), f"--data_dir={tmp_path}"]) == 0
+    assert command([str(write_bin(tmp_path / "x.bin", tokens)), f"--data_dir={tmp_path}"]) == 0
     data = prepare.load("x", 1, tmp_path)
     assert (len(data.train), len(data.val)) == (n - n_val, n_val)
     assert data.val.window(0, n_val).tolist() == tokens[n - n_val:].tolist()
@@ -143,12 +154,12 @@ def test_data_local_shard_as_it_is(tmp_path, capsys):
     """Catches a shard read from a wrong offset or byte order, and foreign ids taken for gpt2's."""
     raw = np.array([20240520, 1, 100] + [0] * 253, "<i4").tobytes() + np.arange(100, dtype="<u2").tobytes()
     (tmp_path / "s.bin").write_bytes(raw)
-    assert prepare.main([str(tmp_path / "s.bin"), "--name=set", f"--data_dir={tmp_path}"]) == 0
+    assert command([str(tmp_path / "s.bin"), "--name=set", f"--data_dir={tmp_path}"]) == 0
     assert all_tokens(tmp_path) == list(range(100))
     before = snapshot(tmp_path / "set")
     capsys.readouterr()
     path = write_bin(tmp_path / "t.bin", [50257] * 100)
-    assert prepare.main([str(path), "--name=set", f"--data_dir={tmp_path}"]) == 1
+    assert command([str(path), "--name=set", f"--data_dir={tmp_path}"]) == 1
     assert "50257" in one_error_line(capsys) and snapshot(tmp_path / "set") == before
 
 
@@ -199,7 +210,7 @@ def test_data_bad_input_is_one_line(tmp_path, monkeypatch, capsys, case):
     files = args and args[0] not in ("fineweb_edu", "pydocs")
     extra = ["--tokenizer=bytes"] if files and ".bin" not in args[0] and "--tokeni" not in args[-1] else []
     try:
-        status = prepare.main([*args, f"--data_dir={tmp_path / 'new'}", *extra])
+        status = command([*args, f"--data_dir={tmp_path / 'new'}", *extra])
     except SystemExit as error:
         status = error.code
     assert status not in (0, None) and expected in one_error_line(capsys)
@@ -234,7 +245,7 @@ def test_data_failure_keeps_what_was_there(tmp_path, monkeypatch, capsys):
             capsys.readouterr()
             assert make(tmp_path, "other text " * 20) == 1
             assert "No space left" in one_error_line(capsys) and snapshot(tmp_path / "set") == before
-            with pytest.raises(DataError, match="No space left"):  # not an OSError
+            with pytest.raises(UserError, match="No space left"):  # not an OSError
                 prepare.prepare_files([tmp_path / "source.txt"], "set", "bytes", tmp_path)
     monkeypatch.setattr(prepare, "encode", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
     assert make(tmp_path, "other text " * 20) == 130
@@ -256,7 +267,7 @@ def test_data_killed_between_renames_is_noticed(tmp_path, monkeypatch):
         done.append(real(source, target))
     monkeypatch.setattr(prepare.os, "replace", killed)
     assert make(tmp_path, "other text " * 20) == 130
-    with pytest.raises(DataError, match="SHA-256"):
+    with pytest.raises(UserError, match="SHA-256"):
         prepare.load("set", 1, tmp_path)
     monkeypatch.undo()
     assert make(tmp_path, "other text " * 20) == 0
@@ -304,7 +315,7 @@ def test_data_window_reads_the_right_tokens(tmp_path):
         with pytest.raises(IndexError):
             split.window(start, length)
     os.truncate(tmp_path / "x.bin", 2000)
-    with pytest.raises(DataError, match="shorter"):
+    with pytest.raises(UserError, match="shorter"):
         split.window(39_900, 100)
 
 
@@ -312,7 +323,7 @@ def test_data_block_size_edge(tmp_path):
     """Catches block_size + 1 tokens being refused, block_size accepted, or a message without numbers."""
     make(tmp_path, "z" * 999)  # 900 + 100 tokens
     assert len(prepare.load("set", 99, tmp_path).val) == 100
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         prepare.load("set", 100, tmp_path)
     for part in ("val split", "100 tokens", "at most 99", "val.bin", "largest id 122"):
         assert part in str(error.value)
@@ -322,7 +333,7 @@ def test_data_ids_beyond_the_model(tmp_path):
     """Catches ids that do not fit the model's vocabulary reaching the embedding."""
     make(tmp_path, "z" * 999)
     assert prepare.load("set", 8, tmp_path, vocab_size=257).vocab_size == 257
-    with pytest.raises(DataError, match=r"train split has 900 tokens, largest id 256 .*train\.bin.* 256"):
+    with pytest.raises(UserError, match=r"train split has 900 tokens, largest id 256 .*train\.bin.* 256"):
         prepare.load("set", 8, tmp_path, vocab_size=256)
 
 
@@ -330,12 +341,12 @@ def test_data_missing_names_the_command(tmp_path):
     """Catches a bare FileNotFoundError for a set that is not there."""
     make(tmp_path, "z" * 99, name="b"), make(tmp_path, "z" * 99, name="a")
     assert prepare.prepared(tmp_path) == ["a", "b"] and prepare.prepared(tmp_path / "none") == []
-    with pytest.raises(DataError, match="python data/prepare.py fineweb_edu"):
+    with pytest.raises(UserError, match="python data/prepare.py fineweb_edu"):
         prepare.load("fineweb_edu", 8, tmp_path)
-    with pytest.raises(DataError, match="a, b"):
+    with pytest.raises(UserError, match="a, b"):
         prepare.load("c", 8, tmp_path)
     os.remove(tmp_path / "a" / "val.bin")
-    with pytest.raises(DataError, match="val.bin"):
+    with pytest.raises(UserError, match="val.bin"):
         prepare.load("a", 8, tmp_path)
 
 
@@ -352,11 +363,11 @@ def test_data_meta_with_another_format(tmp_path):
     path = tmp_path / "set" / "meta.json"
     meta = json.loads(path.read_bytes())
     path.write_text(json.dumps(meta, indent=2))
-    with pytest.raises(DataError, match="checksum"):
+    with pytest.raises(UserError, match="checksum"):
         prepare.load("set", 8, tmp_path)
     del meta["checksum"]
     path.write_bytes(prepare.meta_bytes({**meta, "format": 2}))
-    with pytest.raises(DataError, match="format 2"):
+    with pytest.raises(UserError, match="format 2"):
         prepare.load("set", 8, tmp_path)
 
 
@@ -378,7 +389,7 @@ def test_data_random_corruption_is_noticed(tmp_path):
             bad[i], bad[j] = bad[j], bad[i]
         (tmp_path / "set" / name).write_bytes(bad)
         if bad != good[name]:
-            with pytest.raises(DataError) as error:
+            with pytest.raises(UserError) as error:
                 prepare.load("set", 8, tmp_path)
             assert "\n" not in str(error.value)
         (tmp_path / "set" / name).write_bytes(good[name])
@@ -393,7 +404,7 @@ def test_data_memory_stays_flat(tmp_path):
     code = ("import sys; from data import prepare; import numpy as np\n"
             "def rss(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
             "folder = sys.argv[1]; start = rss()\n"
-            "prepare.main([folder + '/big.txt', '--tokenizer=bytes', '--data_dir=' + folder])\n"
+            "command([folder + '/big.txt', '--tokenizer=bytes', '--data_dir=' + folder])\n"
             "train = prepare.load('big', 8, folder).train\n"
             "for i in np.random.default_rng(0).integers(0, len(train) - 256, 20_000): train.window(i, 256)\n"
             "print((rss() - start) // 1024)\n")
@@ -487,7 +498,7 @@ def shard(monkeypatch):
 
 
 def fetch(folder, *options):
-    return prepare.main(["fineweb_edu", f"--data_dir={folder}", *options])
+    return command(["fineweb_edu", f"--data_dir={folder}", *options])
 
 
 def folder_files(folder):
@@ -584,10 +595,10 @@ def test_data_gpt2_offline_names_the_files(tmp_path, monkeypatch):
         waits.append(timeout)
         raise requests.ConnectionError("offline")
     monkeypatch.setattr(requests, "get", offline)
-    with pytest.raises(DataError) as error:
+    with pytest.raises(UserError) as error:
         prepare.get_tokenizer("gpt2")
     for part in ("vocab.bpe", "encoder.json", "TIKTOKEN_CACHE_DIR", "--tokenizer=bytes"):
         assert part in str(error.value)
     assert waits and None not in waits
-    with pytest.raises(DataError, match="gpt2, bytes"):
+    with pytest.raises(UserError, match="gpt2, bytes"):
         prepare.get_tokenizer("gpt3")

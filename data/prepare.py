@@ -22,6 +22,7 @@ import codecs
 import difflib
 import functools
 import hashlib
+import inspect
 import json
 import os
 import platform
@@ -34,6 +35,7 @@ import sysconfig
 import threading
 import time
 from collections import namedtuple
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -55,7 +57,7 @@ FINEWEB_EDU = {
 TRIES, BACKOFF, TIMEOUT = 5, 1.0, (10, 30)  # waits of 1, 2, 4, 8 s; seconds to connect, and without a byte
 
 
-class DataError(Exception):
+class UserError(Exception):
     """Something is wrong with the data; the message is one line that says what, where and what to do."""
 
     def __str__(self):
@@ -67,19 +69,19 @@ class DataError(Exception):
 
 
 def get_tokenizer(name):
-    """The tiktoken.Encoding called `gpt2` or `bytes`; DataError if there is none or it cannot be loaded."""
+    """The tiktoken.Encoding called `gpt2` or `bytes`; UserError if there is none or it cannot be loaded."""
     if name == "bytes":  # an id is a byte's value; the pattern only cuts text into short pieces
         return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", special_tokens={"<|endoftext|>": 256},
                                  mergeable_ranks={bytes([i]): i for i in range(256)}, explicit_n_vocab=257)
     if name != "gpt2":
-        raise DataError(f"unknown tokenizer {name}: choose from {', '.join(VOCAB_SIZE)}")
+        raise UserError(f"unknown tokenizer {name}: choose from {', '.join(VOCAB_SIZE)}")
     import requests  # here and in download() alone: nothing else may touch the network
     impatient = functools.partial(requests.get, timeout=(5, 20))  # tiktoken itself would wait for ever
     try:
         with mock.patch.object(requests, "get", impatient):
             return tiktoken.get_encoding("gpt2")
     except Exception as error:
-        raise DataError(
+        raise UserError(
             f"cannot load the gpt2 tokenizer ({type(error).__name__}): tiktoken takes vocab.bpe and "
             "encoder.json from https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/ once and "
             "keeps them in the folder TIKTOKEN_CACHE_DIR names: go online, copy that folder, or use "
@@ -143,20 +145,20 @@ def header(tokens):
 def read_header(start, path):
     """Number of tokens that the first bytes of a .bin file promise."""
     if len(start) < HEADER:
-        raise DataError(f"{path}: {len(start)} bytes, shorter than a header ({HEADER} bytes)")
+        raise UserError(f"{path}: {len(start)} bytes, shorter than a header ({HEADER} bytes)")
     magic, version, tokens = np.frombuffer(start[:12], "<i4").tolist()
     if (magic, version) != (MAGIC, VERSION):
-        raise DataError(f"{path}: not llm.c's format (starts with {magic}, {version}; not {MAGIC}, 1)")
+        raise UserError(f"{path}: not llm.c's format (starts with {magic}, {version}; not {MAGIC}, 1)")
     return tokens
 
 
 def scan(path):
-    """Reads a .bin file once, in small pieces; DataError unless it is whole."""
+    """Reads a .bin file once, in small pieces; UserError unless it is whole."""
     with open(path, "rb") as file:
         start = file.read(HEADER)
         tokens, size = read_header(start, path), os.fstat(file.fileno()).st_size
         if size != HEADER + 2 * tokens:
-            raise DataError(f"{path}: {size:,} bytes, {HEADER + 2 * tokens:,} expected: cut or damaged")
+            raise UserError(f"{path}: {size:,} bytes, {HEADER + 2 * tokens:,} expected: cut or damaged")
         digest, counts = hashlib.sha256(start), np.zeros(65536, np.int64)
         while chunk := file.read(1 << 20):
             digest.update(chunk)
@@ -182,7 +184,7 @@ def count_bytes(counts, tokenizer):
     """UTF-8 bytes behind the tokens, end-of-text not counted; None if the tokenizer cannot be loaded."""
     try:
         tokenizer = get_tokenizer(tokenizer)
-    except DataError:
+    except UserError:
         return None
     lengths = [len(tokenizer.decode_single_token_bytes(i)) for i in range(tokenizer.eot_token)]
     return int(counts[:len(lengths)] @ np.array(lengths))
@@ -191,7 +193,7 @@ def count_bytes(counts, tokenizer):
 def check_disk(folder, need):
     free = shutil.disk_usage(folder).free
     if free < need:
-        raise DataError(f"{folder}: {free / 1e6:,.0f} MB free on this disk, {need / 1e6:,.0f} MB needed")
+        raise UserError(f"{folder}: {free / 1e6:,.0f} MB free on this disk, {need / 1e6:,.0f} MB needed")
 
 
 def build(name, tokenizer, source, data_dir, write):
@@ -203,7 +205,7 @@ def build(name, tokenizer, source, data_dir, write):
         meta = load(name, 1, data_dir).meta
         if (meta["source"], meta["tokenizer"]) == (source, tokenizer):
             return report(meta, folder, "prepared already")
-    except DataError:
+    except UserError:
         pass  # missing or damaged: made anew
     temporary = {file: folder / f"{file}.{os.getpid()}.tmp" for file in FILES}  # two runs at once do not mix
     train, val = temporary["train.bin"], temporary["val.bin"]
@@ -216,7 +218,7 @@ def build(name, tokenizer, source, data_dir, write):
         n = (train.stat().st_size - HEADER) // 2
         n_val = min(1_000_000, max(n // 100, min(n // 10, 100_000)))
         if n_val < 2 or n >= 2**31:
-            raise DataError(f"{source}: {n:,} tokens; there must be at least 20, and fewer than 2**31")
+            raise UserError(f"{source}: {n:,} tokens; there must be at least 20, and fewer than 2**31")
         with open(train, "r+b") as all_tokens, open(val, "wb") as tail:  # what is left of all_tokens is train
             all_tokens.seek(-2 * n_val, os.SEEK_END)
             tail.write(header(n_val) + all_tokens.read())
@@ -229,7 +231,7 @@ def build(name, tokenizer, source, data_dir, write):
         scans = {"train": scan(train), "val": scan(val)}
         largest, vocab_size = max(s.largest for s in scans.values()), VOCAB_SIZE[tokenizer]
         if largest >= vocab_size:
-            raise DataError(f"{source}: largest id {largest}, but {tokenizer} has ids below {vocab_size}: "
+            raise UserError(f"{source}: largest id {largest}, but {tokenizer} has ids below {vocab_size}: "
                             "these tokens were made by another tokenizer")
         meta = {"format": 1, "name": name, "tokenizer": tokenizer, "vocab_size": vocab_size,
                 "tokens": {split: s.tokens for split, s in scans.items()},
@@ -243,7 +245,7 @@ def build(name, tokenizer, source, data_dir, write):
         for file in FILES:  # meta.json last: after a kill in between, load() finds hashes that do not fit
             os.replace(temporary[file], folder / file)
     except OSError as error:
-        raise DataError(f"cannot prepare {folder}: {error}") from error
+        raise UserError(f"cannot prepare {folder}: {error}") from error
     finally:
         for path in temporary.values():
             path.unlink(missing_ok=True)
@@ -268,7 +270,7 @@ def report(meta, folder, state):
 
 
 def read_text(path):
-    """The text of a file in blocks, without a byte order mark; DataError names the line that is not UTF-8."""
+    """The text of a file in blocks, without a byte order mark; UserError names the line that is not UTF-8."""
     decoder, line, empty = codecs.getincrementaldecoder("utf-8-sig")(), 1, True
     with open(path, "rb") as file:
         raw = True
@@ -278,15 +280,15 @@ def read_text(path):
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
                 line += error.object[:error.start].count(b"\n")
-                raise DataError(f"{path}, line {line}: not UTF-8 ({error.reason})") from error
+                raise UserError(f"{path}, line {line}: not UTF-8 ({error.reason})") from error
             line, empty = line + text.count("\n"), empty and not text
             yield text
     if empty:
-        raise DataError(f"{path}: empty file")
+        raise UserError(f"{path}: empty file")
 
 
 def read_jsonl(path):
-    """The "text" of each line; lines without any character are skipped. DataError names file and line."""
+    """The "text" of each line; lines without any character are skipped. UserError names file and line."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -294,9 +296,9 @@ def read_jsonl(path):
             try:
                 record = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError) as error:
-                raise DataError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from error
+                raise UserError(f"{path}, line {number}: not JSON in UTF-8 ({error})") from error
             if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-                raise DataError(f'{path}, line {number}: not {{"text": "..."}}')
+                raise UserError(f'{path}, line {number}: not {{"text": "..."}}')
             if record["text"]:
                 yield record["text"]
 
@@ -315,14 +317,14 @@ def prepare_files(paths, name=None, tokenizer="gpt2", data_dir=DATA_DIR):
     paths = [Path(path) for path in paths]
     for path in paths:
         if not path.is_file():
-            raise DataError(f"{path}: {'a directory' if path.is_dir() else 'no such file'} "
+            raise UserError(f"{path}: {'a directory' if path.is_dir() else 'no such file'} "
                             "(a source is fineweb_edu, pydocs, or files of your own)")
     shards = [path for path in paths if path.suffix.lower() == ".bin"]
     if shards and len(paths) > 1:
-        raise DataError(f"{shards[0]}: a .bin file has to be the only source")
+        raise UserError(f"{shards[0]}: a .bin file has to be the only source")
     name = paths[0].stem if name is None else name
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII) or name in ("fineweb_edu", "pydocs"):
-        raise DataError(f"--name={name}: choose another name, of letters, digits, '_', '-', '.'")
+        raise UserError(f"--name={name}: choose another name, of letters, digits, '_', '-', '.'")
     if shards:
         scan(paths[0])
     source = ", ".join(f"{path.name} (SHA-256 {sha256(path)[:16]})" for path in paths)
@@ -378,7 +380,7 @@ def python_documents():
 
 
 def prepare_pydocs(data_dir=DATA_DIR):
-    """Prepares data_dir/pydocs, about 2 MB of text as bytes, in seconds and without a network; DataError."""
+    """Prepares data_dir/pydocs, about 2 MB of text as bytes, in seconds and without a network; UserError."""
     def write(path):
         found = python_documents()
         encode(([text] for text in found), "bytes", path, sum(map(len, found)))
@@ -410,11 +412,11 @@ def download(url, part, size, total):
                         problem, after = f"HTTP status {status}", answer.headers.get("Retry-After", "")
                         wait = max(wait, min(int(after), 60)) if after.isdecimal() else wait
                     else:
-                        raise DataError(f"{url}: HTTP status {status} {answer.reason}")
+                        raise UserError(f"{url}: HTTP status {status} {answer.reason}")
         except requests.RequestException as error:
             never_connected = isinstance((*error.args, None)[0], MaxRetryError)
             if never_connected or isinstance(error, ValueError):  # ValueError: no valid address
-                raise DataError(f"cannot reach {url} ({type(error).__name__}): go online, set HF_ENDPOINT to "
+                raise UserError(f"cannot reach {url} ({type(error).__name__}): go online, set HF_ENDPOINT to "
                                 "a mirror, or prepare pydocs or your own files instead") from error
             problem = f"the connection broke or stalled ({type(error).__name__})"
         if part.exists() and part.stat().st_size >= size:
@@ -423,7 +425,7 @@ def download(url, part, size, total):
         if attempt < TRIES - 1:
             print(f"{url}: {problem}; again in {wait:.0f} s", file=sys.stderr)
             time.sleep(wait)
-    raise DataError(f"{url}: {problem}, {TRIES} times; the same command goes on from what has arrived")
+    raise UserError(f"{url}: {problem}, {TRIES} times; the same command goes on from what has arrived")
 
 
 def receive(answer, part, at, size, total, bar):
@@ -447,13 +449,13 @@ def receive(answer, part, at, size, total, bar):
 
 
 def prepare_fineweb_edu(tokens=None, shard=4, data_dir=DATA_DIR):
-    """Prepares data_dir/fineweb_edu from a shard, or its first `tokens`; DataError if it cannot be had."""
+    """Prepares data_dir/fineweb_edu from a shard, or its first `tokens`; UserError if it cannot be had."""
     known, most = FINEWEB_EDU["sha256"], FINEWEB_EDU["tokens"]
     if shard not in known:
-        raise DataError(f"--shard={shard}: choose from {', '.join(map(str, known))}")
+        raise UserError(f"--shard={shard}: choose from {', '.join(map(str, known))}")
     tokens = most if tokens is None else tokens
     if not 20 <= tokens <= most:
-        raise DataError(f"--tokens={tokens}: must be from 20 to {most:,}")
+        raise UserError(f"--tokens={tokens}: must be from 20 to {most:,}")
     file, size, total = FINEWEB_EDU["file"].format(shard), HEADER + 2 * tokens, HEADER + 2 * most
     endpoint = os.environ.get("HF_ENDPOINT", "").rstrip("/") or "https://huggingface.co"
     url = f"{endpoint}/datasets/{FINEWEB_EDU['repo']}/resolve/main/{file}"
@@ -466,7 +468,7 @@ def prepare_fineweb_edu(tokens=None, shard=4, data_dir=DATA_DIR):
             start = front.read(HEADER)
         if start != header(most) or tokens == most and sha256(part) != known[shard]:
             part.unlink()
-            raise DataError(f"{url}: what came has a wrong header or SHA-256 and was deleted: try again")
+            raise UserError(f"{url}: what came has a wrong header or SHA-256 and was deleted: try again")
         os.replace(part, path)
 
     source = f"{FINEWEB_EDU['repo']}, {file}, first {tokens:,} tokens (FineWeb-Edu, licence ODC-By 1.0)"
@@ -495,7 +497,7 @@ class Split:
             self.file.seek(HEADER + 2 * int(start))
             raw = self.file.read(2 * int(length))
         if len(raw) != 2 * length:
-            raise DataError(f"{self.path}: became shorter while it was in use")
+            raise UserError(f"{self.path}: became shorter while it was in use")
         return np.frombuffer(raw, "<u2").astype(np.int64)
 
 
@@ -506,14 +508,14 @@ def prepared(data_dir=DATA_DIR):
 
 def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
     """Opens a prepared set (a name in data_dir, or a folder): .meta, .tokenizer, .vocab_size, .fingerprint,
-    and the splits .train and .val. All is checked here: DataError unless both files are whole and unchanged,
+    and the splits .train and .val. All is checked here: UserError unless both files are whole and unchanged,
     have block_size + 1 tokens or more, and no id reaches vocab_size (None: the tokenizer's).
     """
     remedy = f"python data/prepare.py {name if name in ('fineweb_edu', 'pydocs') else 'FILE --name=NAME'}"
     folder = Path(data_dir, name) if Path(data_dir, name, "meta.json").is_file() else Path(name)
     if not (folder / "meta.json").is_file():
         there = ", ".join(prepared(data_dir)) or "nothing"
-        raise DataError(f"no data called {name} in {data_dir} (there: {there}); make it: {remedy}")
+        raise UserError(f"no data called {name} in {data_dir} (there: {there}); make it: {remedy}")
     splits = {}
     try:
         raw = (folder / "meta.json").read_bytes()
@@ -526,17 +528,17 @@ def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
             path = folder / f"{split}.bin"
             found = scan(path)
             if found.sha256 != meta["sha256"][path.name]:
-                raise DataError(f"{path}: not the file that meta.json describes (SHA-256)")
+                raise UserError(f"{path}: not the file that meta.json describes (SHA-256)")
             splits[split] = Split(path, found.tokens)
             facts = f"the {split} split has {found.tokens:,} tokens, largest id {found.largest} ({path})"
             if found.tokens < block_size + 1:
-                raise DataError(f"{facts}; block_size is {block_size}, at most {found.tokens - 1} fits: "
+                raise UserError(f"{facts}; block_size is {block_size}, at most {found.tokens - 1} fits: "
                                 "use a smaller block_size or more text")
             if found.largest >= (vocab_size or meta["vocab_size"]):
-                raise DataError(f"{facts}; vocab_size is {vocab_size}, the tokenizer {meta['tokenizer']} "
+                raise UserError(f"{facts}; vocab_size is {vocab_size}, the tokenizer {meta['tokenizer']} "
                                 f"needs {meta['vocab_size']}")
     except (OSError, ValueError) as error:
-        raise DataError(f"{folder}: cannot be used, {error}; make it again: {remedy}") from error
+        raise UserError(f"{folder}: cannot be used, {error}; make it again: {remedy}") from error
     fingerprint = hashlib.sha256(json.dumps(meta["sha256"], sort_keys=True).encode()).hexdigest()[:16]
     return SimpleNamespace(meta=meta, tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                            fingerprint=fingerprint, **splits)
@@ -547,19 +549,53 @@ def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
 
 
 class Parser(argparse.ArgumentParser):
+    """argparse for every program here: no abbreviations, one line for an error, the nearest flag for a mistyped one."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
+
     def error(self, message):
-        """One line, and the option that was meant."""
         typo = re.search(r"unrecognized arguments: (--\w+)", message)
         near = difflib.get_close_matches(typo[1], self._option_string_actions) if typo else []
-        self.exit(2, f"error: {message}{f' (did you mean {near[0]}?)' if near else ''}\n")
+        self.exit(2, f"{self.prog}: {message}{f' (did you mean {near[0]}?)' if near else ''}\n")
+
+    def add_fields(self, cls):
+        """A flag for every field of a dataclass: its type, its default, and as help its comment in the source."""
+        notes = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(cls), re.M))
+        for field in fields(cls):
+            kind = {"nargs": "?", "const": True, "type": boolean} if field.type is bool else {"type": field.type}
+            self.add_argument("--" + field.name, default=field.default, metavar=field.type.__name__.upper(), **kind,
+                              help=notes[field.name].replace("%", "%%") + " [%(default)s]")
+
+
+def boolean(text):
+    """True or False from the text of a flag; a bare --flag is True."""
+    if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return text.lower() in ("true", "1", "yes")
+
+
+def run(main):
+    """Runs a program to its end: what the user can mend is one line on stderr and exit status 1, Ctrl-C 130."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a text may not fit the console
+    try:
+        status = main()
+        sys.stdout.flush()
+        sys.exit(status)
+    except BrokenPipeError:  # the reader went away: nothing is wrong, and nobody listens
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("\nstopped", file=sys.stderr)
+        sys.exit(130)
+    except (UserError, OSError) as error:
+        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        sys.exit(1)
 
 
 def main(argv=None):
     """Runs the command line; returns the exit status."""
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # a file name may not fit the console
-    text = argparse.RawDescriptionHelpFormatter
-    parser = Parser(description=__doc__, formatter_class=text, allow_abbrev=False)
+    parser = Parser(description=__doc__)
     parser.add_argument("source", nargs="+", help="fineweb_edu, pydocs, or files: text, .jsonl or one .bin")
     parser.add_argument("--tokens", type=int, metavar="N", help="fineweb_edu: the first N (default: all)")
     parser.add_argument("--shard", type=int, help="fineweb_edu: which shard, 4 or 5 (default: 4)")
@@ -574,20 +610,12 @@ def main(argv=None):
         use, allowed = prepare_fineweb_edu, ("tokens", "shard")
     elif source == ["pydocs"]:
         use, allowed = prepare_pydocs, ()
-    try:
-        for option in given:
-            if option not in allowed:
-                raise DataError(f"--{option} has no meaning for {source[0]}")
-        use(**given, data_dir=data_dir)
-        return 0
-    except KeyboardInterrupt:
-        print("\nstopped; nothing was changed", file=sys.stderr)
-        return 130
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    for option in given:
+        if option not in allowed:
+            raise UserError(f"--{option} has no meaning for {source[0]}")
+    use(**given, data_dir=data_dir)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception: temporary files go
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that temporary files are removed
+    run(main)
