@@ -216,9 +216,10 @@ class Append(torch.autograd.Function):
 class Mix(torch.autograd.Function):
     """Memory.mix, piece by piece of the tokens, so that the mixture (H, B*T, F) never exists as a whole; backward
     makes each piece again. Every mixing is one matrix product, and so is adding up the rows' gradients."""
+    size = 2 ** 19                                                                  # numbers in a piece of the mixture
     @staticmethod
     def pieces(rows, a, w, S):
-        size = max(1, 2 ** 19 // (a.shape[-2] * rows.shape[-1]))                    # tokens: about 2 MB of mixture
+        size = max(1, Mix.size // (a.shape[-2] * rows.shape[-1]))
         for i in range(0, rows.shape[1], size):
             c = slice(i, i + size)
             x = rows[:S, c]                                                         # (S, c, F)
