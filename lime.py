@@ -1,13 +1,13 @@
 """
 LIMe in one file: a LLaMA whose attention heads read a learned mixture of all earlier layers' representations.
 
-A block of a plain Transformer sees only what the block before it left behind, and late layers make distinct tokens
-alike. LIMe (Layer-Integrated Memory, arXiv 2502.09245) keeps the residual stream that entered every block so far and
-lets each head take its keys and values from a mixture of them all; queries still come from the current stream.
+A block of a plain Transformer sees only what the block before it left behind, and late layers make distinct
+tokens alike. LIMe (Layer-Integrated Memory, arXiv 2502.09245) keeps the stream that entered every block so far
+and lets each head mix its keys and values from all of them; queries still come from the current stream.
 
-Letters, in the shape comments too: B batch, T tokens, V vocabulary, L blocks, D features (n_embd), M features inside
-the MLP (n_hidden), H heads, Hkv key-value heads, hd = D/H features of a head; x_0 is the embedding, x_m the stream
-that enters block m, and block r may read the representations m = 0..r.
+Letters, in the shape comments too: B batch, T tokens, V vocabulary, L blocks, D features (n_embd), M features
+in the MLP (n_hidden), H heads, Hkv key-value heads, hd = D/H features of a head; x_0 is the embedding, x_m the
+stream that enters block m; block r reads from m = 0..r. `python lime.py` prints the paper's tables.
 """
 import math
 from dataclasses import dataclass, replace
@@ -20,21 +20,21 @@ from torch.utils.checkpoint import checkpoint
 
 @dataclass
 class Config:
-    variant: str = "static"       # a key of VARIANTS: llama, static, dynamic, kv, hc
-    n_layer: int = 16             # L
+    variant: str = "static"       # llama, static, dynamic, kv, hc: a key of VARIANTS
+    n_layer: int = 8              # L
     n_head: int = 4               # H
-    n_kv_head: int = 0            # Hkv, divides H; 0: the same as n_head
-    n_embd: int = 64              # D, a multiple of 2H
-    n_hidden: int = 256           # M
+    n_kv_head: int = 0            # Hkv, divides H; 0: as many as H
+    n_embd: int = 128             # D, a multiple of 2H
+    n_hidden: int = 384           # M
     vocab_size: int = 257         # V
     block_size: int = 256         # the most tokens the model looks back on
-    kv_init: str = "small"        # start of keys and values in blocks >= 1: "small" +-1/D (authors), "normal" std 0.02
-    route_top_p: float = 1.0      # static: of each head's weights keep the largest that reach this sum, in (0, 1]
-    router_init: str = "uniform"  # kv: start of R off the block's own heads: "uniform" (authors), "zero" (is llama)
-    hc_rate: int = 4              # hc: residual streams, >= 1
+    kv_init: str = "small"        # keys, values of blocks >= 1 start in +-1/D: small; at std 0.02: normal
+    route_top_p: float = 1.0      # static: a head keeps its largest weights up to this sum, in (0, 1]; 1: all
+    router_init: str = "uniform"  # kv: R starts off its own heads as the authors': uniform, or as llama: zero
+    hc_rate: int = 4              # hc: residual streams
     hc_dynamic: bool = True       # hc: weights from the token as well
-    rope_theta: float = 10000.0   # rotary embedding: base of the wavelengths
-    norm_eps: float = 1e-6        # RMSNorm: added to the mean square
+    rope_theta: float = 10000.0   # base of the rotary embedding's wavelengths
+    norm_eps: float = 1e-6        # RMSNorm adds it to the mean square
 
 
 def normalise(x, eps):
@@ -47,283 +47,256 @@ def project(n, w, g):
     return F.linear(n * g, w) if n.numel() < w.numel() else F.linear(n, w * g)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# LIMe: what a block writes into the memory, and what its heads read from it
+# -----------------------------------------------------------------------------------------------------------
+# LIMe: what a block writes into the depth memory, and what its heads read from it
 
 class Own(nn.Module):
-    """LLaMA: keys and values from the block's own stream. Every variant's block is this one, or replaces two methods:
+    """LLaMA: keys and values from the block's own stream. The other variants replace one or both of
 
-        write(n, g, memory)  puts what this block adds into the memory; n = x_r / rms(x_r), (B, T, D), g the block's gain
-        read(memory, g)      keys and values of this block, side by side, (B, Hkv, T, 2 hd), before rotation
+        write(n, g, memory)  what the block adds to the memory: n = x_r / rms(x_r), (B, T, D), g its gain
+        read(memory, g)      its keys and values side by side, (B, Hkv, T, 2 hd), before rotation
     """
     def __init__(self, cfg, r):
         super().__init__()
-        self.r, self.D, self.H, self.Hkv, self.hd = r, cfg.n_embd, cfg.n_head, cfg.n_kv_head, cfg.n_embd // cfg.n_head
-        self.wkv = nn.Parameter(torch.empty(self.Hkv * 2 * self.hd, self.D))       # of each head: K rows, then V rows
+        self.cfg, self.r = cfg, r
+        self.wkv = nn.Parameter(torch.empty(cfg.n_kv_head * 2 * cfg.n_embd // cfg.n_head, cfg.n_embd))
+        # rows of wkv: hd of the first head's K, hd of its V, then the next head's
 
     def write(self, n, g, memory):
         memory.last = n
 
     def read(self, memory, g):
-        return project(memory.last, self.wkv, g).unflatten(-1, (self.Hkv, -1)).transpose(1, 2)
+        return project(memory.last, self.wkv, g).unflatten(-1, (self.cfg.n_kv_head, -1)).transpose(1, 2)
 
     def weights(self, n):
-        """What the router chose, if there is one; see the subclasses."""
+        """What the router chose for n; None without one."""
 
     def init_router(self):
         pass
 
 
 class Stream(Own):
-    """Block 0 of static and dynamic: reads itself, but writes its stream for the blocks above."""
+    """Block 0 of static and dynamic: reads itself, and writes its stream for the blocks above."""
     def write(self, n, g, memory):
         memory.last = n
-        memory.append(n.flatten(0, 1)[None])                                        # one row, (1, B*T, D)
+        memory.append(n.flatten(0, 1)[None])                         # one row (1, B*T, D)
 
 
 class Static(Stream):
-    """LIMe v1, static router: a table of logits R (H, r+1); every head h mixes all streams with the same weights for
-    every token, then projects:
+    """LIMe v1, static router: a table R (H, r+1). A head mixes the streams, with the same weights for all tokens:
 
-        z_h = sum_m softmax(R_h)_m n_m        K_h, V_h = z_h W_h        (paper section 3)
+        a_h = softmax(R_h)        z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h
 
-    The paper's RMSNorm(x_m; g_r) is g_r * n_m: n_m is shared by all blocks, the block's gain g_r goes into W."""
+    The paper has RMSNorm(x_m; g_r) for n_m: all blocks share x_m / rms(x_m); the reader's gain g_r goes into W."""
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
-        self.top_p = cfg.route_top_p
-        self.gain = nn.Parameter(torch.ones(self.D))                                # g_r, apart from the query's gain
-        self.R = nn.Parameter(torch.empty(self.H, r + 1))
+        self.gain = nn.Parameter(torch.ones(cfg.n_embd))             # g_r, apart from the gain of the query
+        self.make_router((cfg.n_head, r + 1), cfg.n_embd)
+
+    def make_router(self, shape, D):
+        self.R = nn.Parameter(torch.empty(shape))
 
     def init_router(self):
         self.R.normal_(0, 0.1)
 
     def weights(self, n):
-        """a (H, r+1), each head's share of every representation; rows sum to 1."""
-        a = self.R.softmax(-1)
-        if self.top_p < 1:                       # the smallest set that reaches top_p; the entry that crosses it stays
+        """a (H, r+1), the same for every token; rows sum to 1."""
+        a, top_p = self.R.softmax(-1), self.cfg.route_top_p
+        if top_p < 1:                   # the smallest set that reaches top_p: the entry that crosses it stays
             p, order = a.detach().sort(dim=-1, descending=True)
-            a = a * torch.zeros_like(a).scatter(-1, order, (p.cumsum(-1) - p < self.top_p).to(a.dtype))
+            a = a * torch.zeros_like(a).scatter(-1, order, (p.cumsum(-1) - p < top_p).to(a.dtype))
             a = a / a.sum(-1, keepdim=True)
         return a
 
     def read(self, memory, g):
-        w = (self.wkv * self.gain).view(self.H, 2 * self.hd, self.D)
-        kv = memory.mix(self.weights(memory.last), w)                               # (H, B*T, 2 hd)
-        return kv.unflatten(1, memory.last.shape[:2]).transpose(0, 1)
+        n, w = memory.last, (self.wkv * self.gain).unflatten(0, (self.cfg.n_head, -1))       # w (H, 2 hd, D)
+        return memory.mix(self.weights(n), w).unflatten(1, n.shape[:2]).transpose(0, 1)
 
 
 class Dynamic(Static):
-    """LIMe v1, dynamic router: the same, but the logits come from the token: a linear map of the block's own stream.
+    """LIMe v1, dynamic router: the same, with weights of each token's own, from a linear map W of its stream:
 
-        a = softmax(W g_r n_r)                z_h = sum_m a_hm n_m      K_h, V_h = z_h W_h"""
-    def __init__(self, cfg, r):
-        super().__init__(cfg, r)
-        del self.R
-        self.W = nn.Parameter(torch.empty(self.H * (r + 1), self.D))
+        a = softmax(W g_r n_r)    z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h"""
+    def make_router(self, shape, D):
+        self.W = nn.Parameter(torch.empty(math.prod(shape), D))
 
     def init_router(self):
         self.W.normal_(0, 0.02)
 
     def weights(self, n):
-        """a (B*T, H, r+1), every token's own weights."""
+        """a (B*T, H, r+1), in float32 under autocast."""
         with torch.autocast(n.device.type, enabled=False):
-            return project(n, self.W, self.gain).view(-1, self.H, self.r + 1).softmax(-1)
+            return project(n, self.W, self.gain).view(-1, self.cfg.n_head, self.r + 1).softmax(-1)
 
 
 class Pair(Own):
     """Block 0 of kv: reads its own keys and values, and writes them for the blocks above."""
     def write(self, n, g, memory):
-        memory.last = super().read(Own.write(self, n, g, memory) or memory, g)      # (B, Hkv, T, 2 hd)
-        memory.append(memory.last.transpose(0, 1).flatten(1, 2))                    # Hkv rows, (Hkv, B*T, 2 hd)
+        memory.last = n
+        memory.last = Own.read(self, memory, g)                      # (B, Hkv, T, 2 hd)
+        memory.append(memory.last.transpose(0, 1).flatten(1, 2))     # Hkv rows (Hkv, B*T, 2 hd)
 
     def read(self, memory, g):
         return memory.last
 
 
 class KeyValue(Pair):
-    """LIMe v2: every key-value head is a signed sum, no softmax, of all heads' keys and values of all blocks so far.
+    """LIMe v2: a key-value head is a signed sum, without softmax, of all heads' keys and values of all blocks:
 
-        [K|V]_h = sum_m,h' R[h, m Hkv + h'] [k|v]_m,h'                  R (Hkv, (r+1) Hkv)"""
+        [K|V]_h = sum_m,j R[h, m Hkv + j] [k|v]_m,j                   R (Hkv, (r+1) Hkv)"""
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
-        self.start = cfg.router_init
-        self.R = nn.Parameter(torch.empty(self.Hkv, (r + 1) * self.Hkv))
+        self.R = nn.Parameter(torch.empty(cfg.n_kv_head, (r + 1) * cfg.n_kv_head))
 
     def init_router(self):
-        b = math.sqrt(3 / self.R.shape[1]) if self.start == "uniform" else 0.0
-        self.R.uniform_(-b, b)
-        self.R[:, -self.Hkv:] = torch.eye(self.Hkv)                                 # the block's own heads
+        Hkv, S = self.R.shape
+        b = math.sqrt(3 / S) if self.cfg.router_init == "uniform" else 0.0
+        self.R.uniform_(-b, b)[:, S - Hkv:] = torch.eye(Hkv)         # identity on the block's own heads
 
     def weights(self, n):
-        """R itself (Hkv, (r+1) Hkv), signed."""
+        """R (Hkv, (r+1) Hkv), signed."""
         return self.R
 
     def read(self, memory, g):
-        kv = memory.mix(self.weights(None))                                                   # (Hkv, B*T, 2 hd)
         B, _, T, _ = memory.last.shape
-        return kv.unflatten(1, (B, T)).transpose(0, 1)
+        return memory.mix(self.weights(None)).unflatten(1, (B, T)).transpose(0, 1)
 
 
 class Memory:
-    """The depth memory of one forward pass: rows (S, B*T, F), in the order written.
+    """The depth memory of one forward pass: rows (S, B*T, F) in the order written, in one buffer of `size` rows.
 
-    In training, all rows lie in one buffer and so do their gradients: a block neither copies what earlier blocks
-    wrote nor keeps its mixture (see Mix). """
+    No block copies what earlier ones wrote, or keeps its mixture for backward (see Mix): what training keeps
+    grows linearly with depth."""
     def __init__(self, size):
-        self.size, self.used, self.rows, self.last = size, 0, None, None
+        self.size, self.used, self.rows, self.new, self.last = size, 0, None, [], None
 
-    def append(self, new):                                                          # new (s, B*T, F)
-        if torch.compiler.is_compiling():
-            self.rows = (self.rows or []) + [new]
-            return
-        if self.rows is None:
-            self.rows = new.new_empty(self.size, *new.shape[1:], dtype=torch.promote_types(new.dtype, torch.float32))
-        self.rows = Append.apply(self.rows, new, self.used)
-        self.used += len(new)
+    def append(self, new):                                   # (s, B*T, F); the next mix puts it into the buffer
+        self.new.append(new)
 
     def mix(self, a, w=None):
-        """out[h] = sum_m a[h, m] rows[m], for a (H, S) or, per token, (B*T, H, S); with w (H, out, F) each head's
-        mixture is projected as well: (H, B*T, out)."""
-        if torch.compiler.is_compiling():
-            return checkpoint(mix_plain, a, w, *self.rows, use_reentrant=False)
-        device = a.device.type
-        if w is not None and torch.is_autocast_enabled(device):                     # mix in float32, project in bfloat16
-            w = w.to(torch.get_autocast_dtype(device))
+        """z_h = sum_m a[h, m] rows[m], (H, B*T, F), for a (H, S), or of each token's own (B*T, H, S); with
+        w (H, out, F) projected as well: z_h w_h^T, (H, B*T, out)."""
+        if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
+            return checkpoint(mix_plain, a, w, *self.new, use_reentrant=False)
+        device, new = a.device.type, self.new
+        if self.rows is None:                                # float32 also where autocast makes bfloat16
+            self.rows = a.new_empty(self.size, *new[0].shape[1:])
+        if w is not None and torch.is_autocast_enabled(device):
+            w = w.to(torch.get_autocast_dtype(device))       # mix in float32, project in bfloat16
         with torch.autocast(device, enabled=False):
-            self.rows, out = Mix.apply(self.rows, a, w, self.used)
+            self.rows, out = Mix.apply(self.rows, self.used, a, w, *new)
+        self.used, self.new = self.used + sum(map(len, new)), []
         return out
 
 
 def mix_plain(a, w, *rows):
-    z = torch.einsum("hm,mnf->hnf" if a.ndim == 2 else "nhm,mnf->hnf", a, torch.cat(rows).to(a.dtype))
+    """Memory.mix as one would write it: the whole mixture at once."""
+    z = torch.einsum("hs,snf->hnf" if a.ndim == 2 else "nhs,snf->hnf", a, torch.cat(rows).to(a.dtype))
     return z if w is None else torch.einsum("hnf,hof->hno", z, w.to(z.dtype))
 
 
-class Append(torch.autograd.Function):
-    """rows[i:] = new, in place; backward hands row i of the one gradient buffer to its writer."""
-    @staticmethod
-    def forward(ctx, rows, new, i):
-        ctx.span, ctx.dtype = slice(i, i + len(new)), new.dtype
-        rows[ctx.span] = new
-        ctx.mark_dirty(rows)
-        return rows
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, grad[ctx.span].to(ctx.dtype), None
-
-
 class Mix(torch.autograd.Function):
-    """Memory.mix, piece by piece of the tokens, so that the mixture (H, B*T, F) never exists as a whole; backward
-    makes each piece again. Every mixing is one matrix product, and so is adding up the rows' gradients."""
-    size = 2 ** 19                                                                  # numbers in a piece of the mixture
-    @staticmethod
-    def pieces(rows, a, w, S):
-        size = max(1, Mix.size // (a.shape[-2] * rows.shape[-1]))
-        for i in range(0, rows.shape[1], size):
-            c = slice(i, i + size)
-            x = rows[:S, c]                                                         # (S, c, F)
-            if a.ndim == 2:
-                yield c, x, a, (a @ x.flatten(1)).unflatten(1, x.shape[1:])         # z (H, c, F)
-            else:
-                yield c, x, a[c], torch.bmm(a[c], x.transpose(0, 1)).transpose(0, 1)
+    """mix_plain over pieces of the tokens that fit the processor's cache. Backward makes each piece of the mixture
+    again instead of keeping it, and adds to the gradient of all rows, a buffer as well, with one matrix product."""
+    size = 2 ** 19                                           # numbers in a piece of the mixture
 
     @staticmethod
-    def forward(ctx, rows, a, w, S):
-        ctx.S, ctx.rows = S, rows.detach()       # not save_for_backward: later blocks go on writing, to other rows
+    def pieces(rows, a, S):
+        n = max(1, Mix.size // (a.shape[-2] * rows.shape[-1]))
+        for c in (slice(i, i + n) for i in range(0, rows.shape[1], n)):
+            x = rows[:S, c]                                  # (S, c, F), and the mixture (H, c, F):
+            if a.ndim == 2:
+                yield c, x, (a @ x.flatten(1)).unflatten(1, x.shape[1:])
+            else:
+                yield c, x, torch.bmm(a[c], x.transpose(0, 1)).transpose(0, 1)
+
+    @staticmethod
+    def forward(ctx, rows, S, a, w, *new):
+        ctx.new = []
+        for x in new:
+            ctx.new.append((slice(S, S + len(x)), x.dtype))
+            rows[S:S + len(x)] = x
+            S += len(x)
+        ctx.rows, ctx.S = rows.detach(), S                   # save_for_backward objects to what later blocks write
         ctx.save_for_backward(a, w)
-        out = (rows if w is None else w).new_empty(a.shape[-2], rows.shape[1], rows.shape[-1] if w is None else w.shape[1])
-        for c, x, _, z in Mix.pieces(rows, a, w, S):
-            out[:, c] = z if w is None else z.to(w.dtype) @ w.transpose(1, 2)
         ctx.mark_dirty(rows)
         ctx.set_materialize_grads(False)
+        H, (_, N, width) = a.shape[-2], rows.shape
+        out = rows.new_empty(H, N, width) if w is None else w.new_empty(H, N, w.shape[1])
+        for c, _, z in Mix.pieces(rows, a, S):
+            out[:, c] = z if w is None else z.to(w.dtype) @ w.transpose(1, 2)
         return rows, out
 
     @staticmethod
     def backward(ctx, grad, dout):
         (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.S
-        if grad is None:                                                            # the last block to read
-            grad = torch.zeros_like(rows)
+        grad = torch.zeros_like(rows) if grad is None else grad          # None: the last block that reads
         da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
-        for c, x, ac, z in Mix.pieces(rows, a, w, S):
+        for c, x, z in Mix.pieces(rows, a, S):
             dz = dout[:, c]
             if w is not None:
                 dw += dz.transpose(1, 2) @ z.to(w.dtype)
                 dz = dz @ w
-            dz = dz.to(a.dtype)
             if a.ndim == 2:
-                dz = dz.flatten(1)
+                dz = dz.to(a.dtype).flatten(1)
                 da.addmm_(dz, x.flatten(1).T)
                 grad[:S, c].flatten(1).addmm_(a.T, dz)
             else:
-                dz = dz.transpose(0, 1)                                             # (c, H, F)
+                dz = dz.to(a.dtype).transpose(0, 1)                      # (c, H, F)
                 da[c] = torch.bmm(dz, x.permute(1, 2, 0))
-                grad[:S, c] += torch.bmm(ac.transpose(1, 2), dz).transpose(0, 1)
-        return grad, da, dw, None
+                grad[:S, c] += torch.bmm(a[c].transpose(1, 2), dz).transpose(0, 1)
+        return grad, None, da, dw, *(grad[span].to(dtype) for span, dtype in ctx.new)
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# the residual stream: LLaMA's, and the paper's other baseline
+# -----------------------------------------------------------------------------------------------------------
+# the residual stream: LLaMA's, and that of the paper's other baseline
 
 class Residual(nn.Module):
-    """x + f(norm(x)); f multiplies the norm's gain itself."""
+    """x + f(norm(x)); f multiplies by the norm's gain."""
     gain = True
 
     def __init__(self, cfg, r):
         super().__init__()
-        self.eps = cfg.norm_eps
+        self.cfg = cfg
 
     def forward(self, x, f):
-        return x + f(normalise(x, self.eps))
+        return x + f(normalise(x, self.cfg.norm_eps))
 
-    @staticmethod
-    def expand(x, cfg):
-        return x
-
-    @staticmethod
-    def collapse(x):
-        return x
+    expand = staticmethod(lambda x, cfg: x)                  # streams from the embedding
+    collapse = staticmethod(lambda x: x)                     # one stream again, (B, T, D)
 
 
 class HyperConnection(Residual):
-    """Hyper-Connections (arXiv 2409.19606): hc_rate streams h (R, B, T, D); the layer reads one mixture of them, and
-    its output is added to R others. norm = LayerNorm without gain.
+    """Hyper-Connections (arXiv 2409.19606): R streams h (B, T, R, D). norm is LayerNorm without gain; around f:
 
-        alpha = A + s_a tanh(norm(h) W_a)     beta = b + s_b tanh(norm(h) w_b)
-        mix   = alpha^T h                     h    = beta f(norm(mix_0)) + mix_1..R"""
+        alpha = A + s_a tanh(norm(h) W_a)   (R, R+1)      beta = b + s_b tanh(norm(h) w_b)   (R)
+        m = alpha^T h   (R+1, D)                          h = beta f(norm(m_0)) + m_1..R"""
     gain = False
 
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
         R, D = cfg.hc_rate, cfg.n_embd
-        self.dynamic = cfg.hc_dynamic
-        self.A = nn.Parameter(torch.cat((F.one_hot(torch.tensor([r % R]), R).T.float(), torch.eye(R)), 1))
+        self.A = nn.Parameter(torch.cat((torch.eye(R)[:, r % R, None], torch.eye(R)), 1))
         self.b = nn.Parameter(torch.ones(R))
-        if self.dynamic:
+        if cfg.hc_dynamic:
             self.Wa, self.wb = nn.Parameter(torch.zeros(D, R + 1)), nn.Parameter(torch.zeros(D))
-            self.sa, self.sb = nn.Parameter(torch.tensor([0.01])), nn.Parameter(torch.tensor([0.01]))
+            self.sa, self.sb = nn.Parameter(torch.full((1,), 0.01)), nn.Parameter(torch.full((1,), 0.01))
 
-    def forward(self, h, f):                                                        # (B, T, R, D)
-        alpha, beta = self.A, self.b
-        if self.dynamic:
-            n = F.layer_norm(h, h.shape[-1:])
-            alpha = alpha + self.sa * torch.tanh(n @ self.Wa)                       # (B, T, R, R+1)
-            beta = beta + self.sb * torch.tanh(n @ self.wb)                         # (B, T, R)
-        mix = alpha.transpose(-1, -2) @ h                                           # (B, T, R+1, D)
-        y = f(F.layer_norm(mix[..., 0, :], h.shape[-1:]))
-        return beta[..., None] * y[..., None, :] + mix[..., 1:, :]
+    def forward(self, h, f):
+        D, alpha, beta = h.shape[-1:], self.A, self.b
+        if self.cfg.hc_dynamic:
+            n = F.layer_norm(h, D)
+            alpha = alpha + self.sa * torch.tanh(n @ self.Wa)            # (B, T, R, R+1)
+            beta = beta + self.sb * torch.tanh(n @ self.wb)              # (B, T, R)
+        m = alpha.transpose(-1, -2) @ h                                  # (B, T, R+1, D)
+        y = f(F.layer_norm(m[..., 0, :], D))
+        return beta[..., None] * y[..., None, :] + m[..., 1:, :]
 
-    @staticmethod
-    def expand(x, cfg):
-        return x[..., None, :].expand(*x.shape[:-1], cfg.hc_rate, -1)
-
-    @staticmethod
-    def collapse(h):
-        return h.sum(-2)
+    expand = staticmethod(lambda x, cfg: x[..., None, :].expand(*x.shape[:-1], cfg.hc_rate, -1))
+    collapse = staticmethod(lambda h: h.sum(-2))
 
 
-# variant: (memory of block 0, memory of the blocks above, residual)
-VARIANTS = {
+VARIANTS = {  # memory of block 0, memory of the blocks above, residual
     "llama":   (Own, Own, Residual),
     "static":  (Stream, Static, Residual),
     "dynamic": (Stream, Dynamic, Residual),
@@ -332,35 +305,34 @@ VARIANTS = {
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # the block
 
 def rotate(x, cos, sin):
-    """Rotary position embedding of x (..., T, hd): the pair of features (i, i + hd/2) turns with the position."""
+    """Rotary position embedding of x (..., T, hd): features i and i + hd/2 turn with the position."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 class Attention(nn.Module):
+    """Causal attention. What its keys and values are made of is the memory's business alone."""
     def __init__(self, cfg, r):
         super().__init__()
-        first, rest, residual = VARIANTS[cfg.variant]
+        first, above, residual = VARIANTS[cfg.variant]
         self.H, D = cfg.n_head, cfg.n_embd
         self.gain = nn.Parameter(torch.ones(D)) if residual.gain else 1.0
-        self.wq = nn.Parameter(torch.empty(D, D))
-        self.wo = nn.Parameter(torch.empty(D, D))
-        self.memory = (rest if r else first)(cfg, r)
+        self.wq, self.wo = nn.Parameter(torch.empty(D, D)), nn.Parameter(torch.empty(D, D))
+        self.memory = (above if r else first)(cfg, r)
 
     def forward(self, n, memory, rope, cache, start, trace):
-        q = project(n, self.wq, self.gain).unflatten(-1, (self.H, -1)).transpose(1, 2)     # (B, H, T, hd)
+        q = project(n, self.wq, self.gain).unflatten(-1, (self.H, -1)).transpose(1, 2)      # (B, H, T, hd)
         self.memory.write(n, self.gain, memory)
-        k, v = self.memory.read(memory, self.gain).chunk(2, -1)                     # (B, Hkv, T, hd) each
+        k, v = self.memory.read(memory, self.gain).chunk(2, -1)          # (B, Hkv, T, hd)
         if trace is not None:
             trace.setdefault("values", []).append(v)
             trace.setdefault("weights", []).append(self.memory.weights(n))
-        q, k = rotate(q, *rope), rotate(k, *rope)
-        T, mask = n.shape[1], None
-        if cache is not None:                                                       # (2, B, Hkv, block_size, hd)
+        q, k, T, mask = rotate(q, *rope), rotate(k, *rope), n.shape[1], None
+        if cache is not None:                                            # (2, B, Hkv, block_size, hd)
             cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
             k, v = cache[:, :, :, :start + T]
             if start and T > 1:
@@ -384,6 +356,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention, then the MLP, each around the residual."""
     def __init__(self, cfg, r):
         super().__init__()
         residual = VARIANTS[cfg.variant][2]
@@ -391,39 +364,40 @@ class Block(nn.Module):
         self.res1, self.res2 = residual(cfg, r), residual(cfg, r)
 
     def forward(self, x, *args):
-        x = self.res1(x, lambda n: self.attn(n, *args))
-        return self.res2(x, self.mlp)
+        return self.res2(self.res1(x, lambda n: self.attn(n, *args)), self.mlp)
 
+
+# -----------------------------------------------------------------------------------------------------------
+# the model
 
 class LIMe(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         check(cfg)
-        cfg = replace(cfg, n_kv_head=cfg.n_kv_head or cfg.n_head)
-        self.cfg = cfg
-        self.embed = nn.Parameter(torch.empty(cfg.vocab_size, cfg.n_embd))          # also the output head
+        self.cfg = cfg = replace(cfg, n_kv_head=cfg.n_kv_head or cfg.n_head)
+        self.embed = nn.Parameter(torch.empty(cfg.vocab_size, cfg.n_embd))                  # also the head
         self.blocks = nn.ModuleList(Block(cfg, r) for r in range(cfg.n_layer))
         self.gain = nn.Parameter(torch.ones(cfg.n_embd))
         hd = cfg.n_embd // cfg.n_head
         angle = torch.outer(torch.arange(cfg.block_size), cfg.rope_theta ** (torch.arange(0, hd, 2) / -hd))
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
-        self.reset()
+        self.init_weights()
 
     @torch.no_grad()
-    def reset(self):
+    def init_weights(self):
+        """Matrices first, routers last: models of one seed share all that they have in common."""
         for name, p in self.named_parameters():
-            small = self.cfg.kv_init == "small" and not name.startswith("blocks.0.")
-            if name.endswith("wkv") and small:
+            if name.endswith("wkv") and self.cfg.kv_init == "small" and not name.startswith("blocks.0."):
                 p.uniform_(-1 / self.cfg.n_embd, 1 / self.cfg.n_embd)
             elif name.endswith(("embed", "wq", "wkv", "wo", "w1", "w2", "w3")):
                 p.normal_(0, 0.02)
-        for b in self.blocks:
-            b.attn.memory.init_router()
+        for block in self.blocks:
+            block.attn.memory.init_router()
 
     def hidden(self, idx, cache=None, start=0, trace=None):
-        T = idx.shape[1]
-        rope = self.cos[start:start + T], self.sin[start:start + T]
+        """The last stream, normalised, (B, T, D). With a cache, idx are the tokens from position start on."""
+        rope = self.cos[start:start + idx.shape[1]], self.sin[start:start + idx.shape[1]]
         memory = Memory(self.cfg.n_layer * (self.cfg.n_kv_head if self.cfg.variant == "kv" else 1))
         residual = VARIANTS[self.cfg.variant][2]
         x = residual.expand(F.embedding(idx, self.embed), self.cfg)
@@ -431,30 +405,34 @@ class LIMe(nn.Module):
             if trace is not None:
                 trace.setdefault("hidden", []).append(residual.collapse(x))
             x = block(x, memory, rope, None if cache is None else cache[r], start, trace)
+        x = residual.collapse(x)
         if trace is not None:
-            trace["hidden"].append(residual.collapse(x))
-        return normalise(residual.collapse(x), self.cfg.norm_eps)
+            trace["hidden"].append(x)
+        return normalise(x, self.cfg.norm_eps)
 
     def forward(self, idx, targets=None, trace=None):
-        """Logits (B, T, V) for ids idx (B, T), and the mean cross-entropy with targets (B, T) in nats, or None.
+        """(logits, loss) for ids idx (B, T): logits (B, T, V), and their mean cross-entropy with targets (B, T) in
+        nats, or None. With targets, logits of more than Loss.size numbers are never made whole: (None, loss).
 
-        With a dict as trace, it receives lists over blocks: `hidden`, the streams x_0..x_L (B, T, D); `values`
-        (B, Hkv, T, hd); `weights`, what the routers chose: None without a router, static (H, r+1), dynamic
-        (B*T, H, r+1), kv (Hkv, (r+1) Hkv)."""
+        A dict as trace receives lists over the blocks: `hidden`, the streams x_0..x_L (B, T, D); `values`
+        (B, Hkv, T, hd); `weights`, as the routers' weights() describe them."""
         n = self.hidden(idx, trace=trace)
+        if (targets is not None and not torch.compiler.is_compiling()           # the compiler has ways of its own
+                and targets.numel() * len(self.embed) > Loss.size):
+            n, w = n.flatten(0, 1), self.embed * self.gain
+            return None, Loss.apply(n, w, targets.flatten(), torch.is_grad_enabled())
         logits = project(n, self.embed, self.gain)
-        loss = None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return logits, loss
-
+        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, n_vocab=None):
-        """Yield max_new_tokens tokens (B,), each drawn from what follows idx (B, T) and the tokens before it, as `draw`
-        does. The cache holds the keys (rotated) and values of every block, as a plain Transformer's. Once the text
-        is longer than block_size, each token costs a pass over the last block_size tokens, whose positions shift."""
+        """Yield max_new_tokens tokens (B,), each drawn (see draw) from what follows idx (B, T) and those before.
+        The cache holds every block's keys, rotated, and values, as a plain Transformer's. Once the text is longer
+        than block_size, a token costs a pass over the last block_size tokens, as their positions shift."""
         cfg, S = self.cfg, self.cfg.block_size
         cache = self.embed.new_empty(cfg.n_layer, 2, len(idx), cfg.n_kv_head, S, cfg.n_embd // cfg.n_head)
-        idx, new, start = idx[:, -S:], idx[:, -S:], 0
+        idx = new = idx[:, -S:]
+        start = 0
         for _ in range(max_new_tokens):
             logits = project(self.hidden(new, cache, start)[:, -1], self.embed, self.gain)[:, :n_vocab]
             token = draw(logits, temperature, top_k, top_p, generator).to(idx.device)
@@ -467,61 +445,96 @@ class LIMe(nn.Module):
 
 
 def draw(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """One token (B,) from logits (B, V), on the CPU, so that a seed gives the same text on every device. temperature 0:
-    the likeliest; top_k > 0: among the k likeliest; top_p < 1: among the fewest that have this share."""
+    """One token (B,) from logits (B, V), on the CPU: a seed gives the same text on every device. temperature 0:
+    the likeliest; top_k > 0: among the k likeliest; top_p < 1: among the fewest that reach this share."""
     logits = logits.float().cpu()
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = (logits / temperature).sort(-1, descending=True)
     p = logits.softmax(-1)
-    out = p.cumsum(-1) - p >= top_p                                                 # the likeliest token always stays
+    out = p.cumsum(-1) - p >= top_p                                      # never the first
     if top_k:
         out[:, top_k:] = True
     return order.gather(-1, torch.multinomial(p.masked_fill(out, 0), 1, generator=generator))[:, 0]
 
 
-def check(cfg):
-    """Raise ValueError with one line that names every field out of its range."""
-    sizes = "n_layer n_head n_embd n_hidden vocab_size block_size hc_rate".split()
-    wrong = [f"{k} is {getattr(cfg, k)}, expected at least 1" for k in sizes if getattr(cfg, k) < 1]
-    for k, choices in dict(variant=VARIANTS, kv_init=("small", "normal"), router_init=("uniform", "zero")).items():
-        if getattr(cfg, k) not in choices:
-            wrong.append(f"{k} is {getattr(cfg, k)}, expected one of {', '.join(choices)}")
-    if not wrong:
-        H, Hkv, p = cfg.n_head, cfg.n_kv_head or cfg.n_head, cfg.route_top_p
-        wrong = [message for bad, message in (
-            (cfg.n_embd % (2 * H), f"n_embd is {cfg.n_embd}, expected a multiple of 2 n_head = {2 * H}"),
-            (Hkv < 1 or H % Hkv, f"n_kv_head is {Hkv}, expected a divisor of n_head = {H}"),
-            (H != Hkv and cfg.variant in ("static", "dynamic"), f"n_kv_head is {Hkv}, expected n_head = {H}: every query "
-             f"head of {cfg.variant} reads a mixture of its own, so none can share keys (llama, kv and hc can)"),
-            (not 0 < p <= 1, f"route_top_p is {p}, expected in (0, 1]"),
-            (p < 1 and cfg.variant != "static", f"route_top_p is {p}, which only variant static can use"),
-            (not 0 < cfg.rope_theta < math.inf, f"rope_theta is {cfg.rope_theta}, expected above 0"),
-            (not 0 <= cfg.norm_eps < 1, f"norm_eps is {cfg.norm_eps}, expected in [0, 1)")) if bad]
-    if wrong:
-        raise ValueError("; ".join(wrong))
+class Loss(torch.autograd.Function):
+    """Mean cross-entropy of the logits n w^T with targets, for n (N, D), w (V, D). A piece of the logits at a time,
+    and the gradients are made while it is there; backward only scales them."""
+    size = 2 ** 20                                                       # more logits than that use it
+
+    @staticmethod
+    def forward(ctx, n, w, targets, train):
+        total, ctx.grads = n.new_zeros(()), None
+        dn, dw = (torch.empty_like(n), torch.zeros_like(w)) if train else (None, None)
+        rows = max(1, 8 * Loss.size // len(w))
+        for c in (slice(i, i + rows) for i in range(0, len(n), rows)):
+            logits = (n[c] @ w.T).float()
+            lse, t = logits.logsumexp(-1, keepdim=True), targets[c, None]
+            total += (lse - logits.gather(1, t)).sum() / len(n)
+            if train:
+                p = logits.sub_(lse).exp_()
+                p.scatter_add_(1, t, -torch.ones_like(lse)).div_(len(n))
+                dn[c] = p @ w
+                dw += p.T @ n[c]
+        ctx.grads = dn, dw
+        return total
+
+    @staticmethod
+    def backward(ctx, dloss):
+        dn, dw = ctx.grads
+        return dn * dloss, dw * dloss, None, None
 
 
-def n_params(model):
-    """Parameters; the embedding, which is the head too, counts once."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def forward_flops(cfg, T):
-    """Multiply-adds of one sequence of T tokens, as table 6 of the paper counts: matrix products and mixtures, attention
-    as 4 H T^2 hd + 3 H T^2, embeddings, norms and gates 0."""
-    L, H, D, M, Hkv = cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.n_hidden, cfg.n_kv_head or cfg.n_head
-    hd, R, read = D // H, cfg.hc_rate, L * (L + 1) // 2 - 1                         # read: entries, over blocks 1..L-1
-    block = T * (2 * D * D + 2 * D * Hkv * hd + 3 * D * M) + 4 * H * T * T * hd + 3 * H * T * T
-    extra = {"llama": 0, "static": H * read * D, "dynamic": 2 * H * read * D, "kv": 2 * Hkv * Hkv * read * hd,
-             "hc": 2 * L * D * (R * (R + 2) * cfg.hc_dynamic + R * (R + 1) + R)}[cfg.variant]
-    return L * block + T * (cfg.vocab_size * D + extra)
-
+# -----------------------------------------------------------------------------------------------------------
+# sizes and what they cost
 
 PRESETS = {
-    "tiny": dict(),
+    "tiny": dict(),                                                      # a laptop; the others: GPT-2 tokens
     "small": dict(n_layer=12, n_head=12, n_embd=768, n_hidden=2048, vocab_size=50257, block_size=1024),
     **{f"deep{L}": dict(n_layer=L, n_head=8, n_embd=256, n_hidden=1024, vocab_size=50257, block_size=2048)
        for L in (32, 64, 128)},
     "paper": dict(n_layer=16, n_head=32, n_embd=2048, n_hidden=8192, vocab_size=50257, block_size=2048),
 }
+
+
+def check(cfg):
+    """Raise ValueError, one line that names each field out of its range."""
+    H, Hkv, p = max(1, cfg.n_head), cfg.n_kv_head or cfg.n_head, cfg.route_top_p
+    own = cfg.variant in ("static", "dynamic")
+    rules = [(k, getattr(cfg, k) >= 1, "at least 1")
+             for k in "n_layer n_head n_embd n_hidden vocab_size block_size hc_rate".split()]
+    rules += [(k, getattr(cfg, k) in choices, "one of " + ", ".join(choices)) for k, choices in dict(
+        variant=VARIANTS, kv_init=("small", "normal"), router_init=("uniform", "zero")).items()]
+    rules += [
+        ("n_embd", cfg.n_embd % (2 * H) == 0, f"a multiple of 2 n_head = {2 * H}"),
+        ("n_kv_head", Hkv > 0 and H % Hkv == 0, f"a divisor of n_head = {H}"),
+        ("n_kv_head", Hkv == H or not own, f"n_head = {H}: each query head of {cfg.variant} reads its own mixture, "
+         "so that none can share keys (in llama, kv and hc they can)"),
+        ("route_top_p", p == 1 or 0 < p < 1 and cfg.variant == "static", "in (0, 1], and 1 if not static"),
+        ("rope_theta", 0 < cfg.rope_theta < math.inf, "above 0"),
+        ("norm_eps", 0 <= cfg.norm_eps < 1, "in [0, 1)")]
+    wrong = [f"{k} is {getattr(cfg, k)}, expected {what}" for k, fine, what in rules if not fine]
+    if wrong:
+        raise ValueError("; ".join(wrong))
+
+
+def n_params(model):
+    """Parameters; the embedding, which is the head as well, counts once."""
+    return sum(p.numel() for p in model.parameters())
+
+
+def forward_flops(cfg, T):
+    """Multiply-adds of one sequence of T tokens as table 6 counts them: matrix products, mixtures, and for attention
+    4 H T^2 hd + 3 H T^2; embedding, norms and gates 0."""
+    L, H, D, Hkv, R = cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.n_kv_head or cfg.n_head, cfg.hc_rate
+    hd, S = D // H, L * (L + 1) // 2 - 1                     # S: representations that all blocks >= 1 read
+    token = {"llama": 0, "static": H * S * D, "dynamic": 2 * H * S * D, "kv": 2 * Hkv * Hkv * S * hd,
+             "hc": 2 * L * D * (R * (R + 2) * cfg.hc_dynamic + R * (R + 2))}[cfg.variant]
+    token += cfg.vocab_size * D + L * (2 * D * D + 2 * D * Hkv * hd + 3 * D * cfg.n_hidden)
+    return token * T + L * H * T * T * (4 * hd + 3)
+
+
+if __name__ == "__main__":
+    import bench
+    bench.tables()

@@ -38,7 +38,7 @@ class Settings:
     max_iters: int = 0             # updates; 0: the preset's (tiny: a quarter with GPT-2 tokens, which is as much text)
     batch_size: int = 8            # sequences in a forward pass
     gradient_accumulation_steps: int = 1  # forward passes in an update, of all processes together
-    learning_rate: float = 3e-3    # peak of the schedule
+    learning_rate: float = 2e-3    # peak of the schedule
     router_lr: float = 1e-2        # peak for the routers
     min_lr: float = 0.0            # end of the cosine (the routers' end is in proportion)
     warmup_iters: int = 40         # updates of linear warm-up
@@ -46,7 +46,7 @@ class Settings:
     beta1: float = 0.9             # AdamW's
     beta2: float = 0.95            # AdamW's
     grad_clip: float = 1.0         # largest norm of the gradient; 0: off
-    eval_interval: int = 120       # updates between evaluations, which also save; 0: only at the end
+    eval_interval: int = 100       # updates between evaluations, which also save; 0: only at the end
     eval_iters: int = 20           # batches in an evaluation, the same windows in every run; 0: no evaluation
     log_interval: int = 10         # updates between lines; 0: off
     seed: int = 1                  # of the first weights and of the order of the data
@@ -58,7 +58,7 @@ class Settings:
 # What each preset of lime.PRESETS sets here. deep* and paper: the paper's table 3, whose 1024 sequences are split up.
 PAPER = dict(max_iters=5000, batch_size=16, gradient_accumulation_steps=64, learning_rate=1e-3, warmup_iters=200)
 PRESETS = {
-    "tiny": dict(max_iters=480),
+    "tiny": dict(max_iters=400),
     "small": dict(max_iters=750, batch_size=16, gradient_accumulation_steps=8, learning_rate=1e-3, warmup_iters=75),
     "deep32": PAPER, "deep64": PAPER, "deep128": PAPER,
     "paper": dict(PAPER, max_iters=20000),
