@@ -21,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 @dataclass
 class Config:
     variant: str = "static"       # llama, static, dynamic, kv, hc: a key of VARIANTS
-    n_layer: int = 8              # L
+    n_layer: int = 16             # L
     n_head: int = 4               # H
     n_kv_head: int = 0            # Hkv, divides H; 0: as many as H
-    n_embd: int = 128             # D, a multiple of 2H
-    n_hidden: int = 384           # M
+    n_embd: int = 64              # D, a multiple of 2H
+    n_hidden: int = 256           # M
     vocab_size: int = 257         # V
     block_size: int = 256         # the most tokens the model looks back on
     kv_init: str = "small"        # keys, values of blocks >= 1 start in +-1/D: small; at std 0.02: normal

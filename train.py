@@ -38,7 +38,7 @@ class Settings:
     max_iters: int = 0             # updates; 0: the preset's (tiny: a quarter with GPT-2 tokens, which is as much text)
     batch_size: int = 8            # sequences in a forward pass
     gradient_accumulation_steps: int = 1  # forward passes in an update, of all processes together
-    learning_rate: float = 2e-3    # peak of the schedule
+    learning_rate: float = 3e-3    # peak of the schedule
     router_lr: float = 1e-2        # peak for the routers
     min_lr: float = 0.0            # end of the cosine (the routers' end is in proportion)
     warmup_iters: int = 40         # updates of linear warm-up

@@ -1,0 +1,259 @@
+"""
+What LIMe costs: every variant in the same rounds, so that a busy machine slows all of them alike.
+
+    python bench.py                                         the preset tiny on this machine
+    python bench.py --n_layer=32 --n_embd=128 --vs_hf       other sizes, with the transformers library's LLaMA
+    python lime.py                                          the paper's tables beside ours (tables() below)
+
+Per variant: median milliseconds of forward, backward and optimizer; the ratio to the first one, as the median over the
+rounds; tokens/s; MFU, the share of the machine's own matrix rate; MB kept for backward, and the process' peak; tokens/s
+of generation with and without the cache, and of reading a prompt. Writes the same as JSON.
+"""
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass, fields, replace
+
+import torch
+
+import lime
+from data import prepare
+from data.prepare import UserError
+from train import pick_device
+
+
+@dataclass
+class Settings:
+    preset: str = "tiny"                             # sizes, a key of lime.PRESETS
+    variants: str = "llama,static,dynamic,kv,hc"     # which; the first is what the ratios are to
+    batch_size: int = 4                              # sequences in a step
+    rounds: int = 10                                 # steps of each, after one that is not counted
+    generate: int = 256                              # tokens to generate, at most block_size; 0: none
+    vs_hf: bool = False                              # add LlamaForCausalLM of the transformers library
+    json: str = ""                                   # write the numbers to this file
+    device: str = "auto"                             # as in train.py
+    dtype: str = "auto"                              # as in train.py
+    compile: bool = False                            # as in train.py
+    seed: int = 1                                    # of weights and tokens
+    peak_of: str = ""                                # (used by itself: two steps of one variant, for the peak)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# memory
+
+def saved_bytes(model, idx):
+    """Bytes that a forward pass keeps for backward, parameters apart: what autograd saves, each storage once, and
+    the rows of the depth memory, which lime.Mix holds itself."""
+    seen = {}
+
+    def keep(t):
+        seen[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = model(idx, idx)[1]
+    todo, done = [loss.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in done:
+            done.add(node)
+            todo += [parent for parent, _ in node.next_functions]
+            for t in [getattr(node, "rows", None), *(getattr(node, "grads", None) or ())]:
+                if t is not None:
+                    keep(t)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return sum(size for at, size in seen.items() if at not in weights)
+
+
+def peak_mb(device):
+    """Peak memory so far, MB: the GPU's, or the process'."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2 ** 20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 2 ** 10)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# time
+
+class Runner:
+    """A model, its optimizer, and one training step in three timed parts."""
+    def __init__(self, name, cfg, s, device, dtype):
+        torch.manual_seed(s.seed)
+        self.device, self.dtype, self.name = device, dtype, name
+        if name == "hf":
+            from transformers import LlamaConfig, LlamaForCausalLM
+            self.model = LlamaForCausalLM(LlamaConfig(
+                vocab_size=cfg.vocab_size, hidden_size=cfg.n_embd, intermediate_size=cfg.n_hidden,
+                num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, max_position_embeddings=cfg.block_size,
+                num_key_value_heads=cfg.n_kv_head or cfg.n_head, tie_word_embeddings=True)).to(device)
+        else:
+            self.model = lime.LIMe(replace(cfg, variant=name)).to(device)
+        self.call = torch.compile(self.model) if s.compile else self.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type != "mps")
+        self.times = []
+
+    def clock(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def step(self, x):
+        t = [self.clock()]
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            loss = self.call(x, labels=x, use_cache=False).loss if self.name == "hf" else self.call(x, x)[1]
+        t.append(self.clock())
+        loss.backward()
+        t.append(self.clock())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        t.append(self.clock())
+        self.times.append([1e3 * (b - a) for a, b in zip(t, t[1:] + t[:1])][:3] + [1e3 * (t[3] - t[0])])
+
+    @torch.no_grad()
+    def generation(self, n):
+        """Tokens/s of n tokens with the cache, and without it; of reading a prompt of block_size tokens."""
+        out, cfg = {}, self.model.cfg
+        start = self.clock()
+        for _ in self.model.generate(torch.zeros(1, 1, dtype=torch.long, device=self.device), n, temperature=0):
+            pass
+        out["cached"] = n / (self.clock() - start)
+        start, idx = self.clock(), torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        for _ in range(n):
+            idx = torch.cat((idx, self.model(idx[:, -cfg.block_size:])[0][:, -1:].argmax(-1)), 1)
+        out["uncached"] = n / (self.clock() - start)
+        start = self.clock()
+        self.model.hidden(torch.zeros(1, cfg.block_size, dtype=torch.long, device=self.device))
+        out["prompt"] = cfg.block_size / (self.clock() - start)
+        return out
+
+
+def matrix_rate(device, dtype):
+    """FLOP/s of a large matrix product here: the best of ten."""
+    n = 1024 if device.type == "cpu" else 8192
+    a, best = torch.randn(n, n, device=device, dtype=dtype), 0.0
+    for _ in range(10):
+        start = time.perf_counter()
+        (a @ a)[0, 0].item()
+        best = max(best, 2 * n ** 3 / (time.perf_counter() - start))
+    return best
+
+
+def main(argv):
+    parser = prepare.Parser(description=__doc__)
+    parser.add_fields(Settings)
+    parser.add_fields(lime.Config)
+    preset = parser.parse_known_args([a for a in argv if a not in ("-h", "--help")])[0].preset
+    if preset not in lime.PRESETS:
+        raise UserError(f"--preset={preset}, expected one of {', '.join(lime.PRESETS)}")
+    parser.set_defaults(**lime.PRESETS[preset])
+    args = vars(parser.parse_args(argv))
+    s = Settings(**{f.name: args[f.name] for f in fields(Settings)})
+    cfg = lime.Config(**{f.name: args[f.name] for f in fields(lime.Config)})
+    names = (s.peak_of or s.variants).split(",") + ["hf"] * (s.vs_hf and not s.peak_of)
+    try:
+        for name in names:
+            lime.check(replace(cfg, variant=name) if name != "hf" else cfg)
+    except ValueError as e:
+        raise UserError(e) from None
+    if min(s.rounds, s.batch_size) < 1 or not 0 <= s.generate:
+        raise UserError(f"--rounds={s.rounds} --batch_size={s.batch_size} --generate={s.generate}, expected 1, 1, 0 or more")
+    device, dtype = pick_device(s.device, s.dtype)
+    x = torch.randint(cfg.vocab_size, (s.batch_size, cfg.block_size), generator=torch.Generator().manual_seed(s.seed))
+    x = x.to(device)
+    if s.peak_of:
+        runner = Runner(s.peak_of, cfg, s, device, dtype)
+        runner.step(x), runner.step(x)
+        return print(peak_mb(device))
+
+    runners = [Runner(name, cfg, s, device, dtype) for name in names]
+    for _ in range(s.rounds + 1):
+        for runner in runners:
+            runner.step(x)
+    rate, table = matrix_rate(device, dtype), []
+    print(f"{cfg.n_layer} layers x {cfg.n_embd}, {cfg.n_head} heads, MLP {cfg.n_hidden}, vocabulary {cfg.vocab_size}, "
+          f"{s.batch_size} x {cfg.block_size} tokens, {device}, {str(dtype)[6:]}, {torch.get_num_threads()} threads, "
+          f"{rate / 1e9:,.0f} GFLOP/s in matrix products, {s.rounds} rounds")
+    print("variant   forward backward optimizer   step ms   ratio  tokens/s  MFU   kept MB  peak MB   "
+          "cached  uncached  prompt tokens/s")
+    for runner in runners:
+        times = [t for t in runner.times[1:]]
+        f, b, o, step = (statistics.median(t[i] for t in times) for i in range(4))
+        ratio = statistics.median(t[3] / u[3] for t, u in zip(times, runners[0].times[1:]))
+        row = dict(variant=runner.name, forward=f, backward=b, optimizer=o, step=step, ratio=ratio,
+                   tokens_per_s=1e3 * x.numel() / step)
+        if runner.name != "hf":
+            flops = 6 * s.batch_size * lime.forward_flops(replace(cfg, variant=runner.name), cfg.block_size)
+            row["mfu"] = flops / (step / 1e3) / rate
+            row["kept_mb"] = saved_bytes(runner.model, x) / 2 ** 20
+            row.update(runner.generation(min(s.generate, cfg.block_size)) if s.generate else {})
+        row["peak_mb"] = float(subprocess.run([sys.executable, __file__, *argv, f"--peak_of={runner.name}"], text=True,
+                                              capture_output=True).stdout or "nan")
+        table.append(row)
+        print(f"{row['variant']:<9} {f:>7.1f} {b:>8.1f} {o:>9.1f} {step:>9.1f} {ratio:>7.3f} {row['tokens_per_s']:>9,.0f} "
+              + " ".join(f"{row.get(k, float('nan')):>{w}.{d}f}" for k, w, d in (
+                  ("mfu", 5, 2), ("kept_mb", 8, 1), ("peak_mb", 8, 0), ("cached", 8, 0), ("uncached", 9, 0), ("prompt", 9, 0))),
+              flush=True)
+    if s.json:
+        with open(s.json, "w", encoding="utf-8") as file:
+            json.dump(dict(settings=asdict(s), config=asdict(cfg), matrix_rate=rate, device=str(device), rows=table), file, indent=1)
+
+
+# -----------------------------------------------------------------------------------------------------------
+# the paper's tables
+
+def tables():
+    """Tables 4 and 6 (parameters, FLOPs, memory) at the paper's 1.2B size and table 5 (pruning), the paper's and ours.
+    No weights are allocated there; what training keeps is measured at a small size and scaled by the formula given."""
+    paper = replace(lime.Config(), **lime.PRESETS["paper"])
+    L, D, T, B = paper.n_layer, paper.n_embd, 2048, 1
+    R, small = 4, dict(n_layer=8, n_head=4, n_embd=64, n_hidden=96, block_size=64)
+    idx = torch.zeros(2, 64, dtype=torch.long)
+
+    def extra(L, B, T, H, D):                                # numbers kept over llama, by the formulas printed below
+        S = L * (L + 1) // 2 - 1
+        return {"static": L * B * T * D, "dynamic": L * B * T * D + 2 * B * T * H * S, "kv": 2 * L * B * T * D}
+    kept = {v: saved_bytes(lime.LIMe(lime.Config(v, **small)), idx) / 4 for v in ("llama", "static", "dynamic", "kv", "hc")}
+    print(f"Tables 4 and 6: {L} layers x {D}, {paper.n_head} heads, MLP {paper.n_hidden}, vocabulary {paper.vocab_size:,}; "
+          f"forward TFLOPs at T = {T},\na multiply-add counted as 1; the paper's in brackets, - where it gives none\n")
+    print(f"{'variant':<22}{'parameters':>15} {'(billions)':>10}  {'over llama':>10}{'TFLOPs':>9} {'':>7}{'over llama':>10}")
+    rows = [("llama", {}, "1.1767", "2.97"), ("static", {}, "1.1768", "2.98"), ("dynamic", {}, "1.1856", "3.01"),
+            ("kv", {}, "-", "-"), ("hc", {}, "1.1771", "2.98"), ("hc", dict(hc_rate=2), "-", "-"),
+            ("hc", dict(hc_dynamic=False), "-", "-")]
+    for variant, fields_, theirs, flops in rows:
+        cfg = replace(paper, variant=variant, **fields_)
+        with torch.device("meta"):
+            n = lime.n_params(lime.LIMe(cfg))
+        t = lime.forward_flops(cfg, T) / 1e12
+        base, t0 = (n, t) if variant == "llama" else (base, t0)
+        name = " ".join([variant, *(f"{k}={v}" for k, v in fields_.items())])
+        print(f"{name:<22}{n:>15,} {'(' + theirs + ')':>10}  {n / base - 1:>+10.3%}{t:>9.3f} {'(' + flops + ')':>7}{t / t0 - 1:>+10.2%}")
+    print("\nThe paper prints +0.075% parameters for dynamic; by its own numbers it is +0.75%.\n")
+    print("Numbers kept for backward over llama (the paper's formula; ours; measured here at "
+          f"{small['n_layer']} layers x {small['n_embd']} / ours; GB in float32 at the size above, B = 1)")
+    theirs = {"static": "(L-1) BTHD", "dynamic": "BTH (L(L+1)/2 - 1) + (L-1) BTHD", "kv": "-"}
+    ours = {"static": "L BTD", "dynamic": "L BTD + 2 BTH (L(L+1)/2 - 1)", "kv": "2 L BTD"}
+    for v in ours:
+        print(f"{v:<9} {theirs[v]:<33} {ours[v]:<30} {(kept[v] - kept['llama']) / extra(8, 2, 64, 4, 64)[v]:>5.2f} "
+              f"{4 * extra(L, B, T, paper.n_head, D)[v] / 2 ** 30:>8.2f} GB")
+    hc = (kept["hc"] - kept["llama"]) / (2 * 8 * 2 * 64 * 64)
+    print(f"{'hc':<9} {'2LBT ((R-1) D + R (R+2))':<33} {f'{hc:.1f} x 2LBTD, measured at R = {R}':<30} {'':>5} "
+          f"{4 * hc * 2 * L * B * T * D / 2 ** 30:>8.2f} GB")
+    print("(the paper keeps the mixture of all heads, BTHD a block; lime.Mix makes it again in backward)\n")
+    print("Table 5: router weights at the start, and what top-p 0.9 prunes of them (8 heads)")
+    for depth, weights, pruned in ((32, 7936, 1845), (64, 32256, 6795), (128, 130048, 24632)):
+        torch.manual_seed(1)
+        routers = [lime.Static(lime.Config(n_head=8, n_kv_head=8, n_embd=16, route_top_p=0.9), r) for r in range(1, depth)]
+        with torch.no_grad():
+            for router in routers:
+                router.init_router()
+            ours = sum(r.R.numel() for r in routers)
+            zero = sum((r.weights(None) == 0).sum().item() for r in routers)
+        print(f"{depth:>4} layers: {ours:>6,} weights, {zero:>6,} pruned ({zero / ours:.1%}); the paper, after training: "
+              f"{weights:>7,}, {pruned:>6,} ({pruned / weights:.0%})")
+    print("The paper's counts are 16 L(L-1)/2; blocks 1..L-1 with 8 heads and r+1 weights each have 8 (L(L+1)/2 - 1).")
+
+
+if __name__ == "__main__":
+    prepare.run(lambda: main(sys.argv[1:]))
