@@ -204,11 +204,8 @@ class Mix(torch.autograd.Function):
     def pieces(rows, a, S):
         n = max(1, Mix.size // (a.shape[-2] * rows.shape[-1]))
         for c in (slice(i, i + n) for i in range(0, rows.shape[1], n)):
-            x = rows[:S, c]                                  # (S, c, F), and the mixture (H, c, F):
-            if a.ndim == 2:
-                yield c, x, (a @ x.flatten(1)).unflatten(1, x.shape[1:])
-            else:
-                yield c, x, torch.bmm(a[c], x.transpose(0, 1)).transpose(0, 1)
+            x = rows[:S, c]                                  # (S, c, F); a for each token (c, H, S)
+            yield c, x, a[c] if a.ndim == 3 else a.expand(x.shape[1], -1, -1)
 
     @staticmethod
     def forward(ctx, rows, S, a, w, *new):
@@ -223,7 +220,8 @@ class Mix(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         H, (_, N, width) = a.shape[-2], rows.shape
         out = rows.new_empty(H, N, width) if w is None else w.new_empty(H, N, w.shape[1])
-        for c, _, z in Mix.pieces(rows, a, S):
+        for c, x, ac in Mix.pieces(rows, a, S):
+            z = torch.bmm(ac, x.transpose(0, 1)).transpose(0, 1)         # (H, c, F)
             out[:, c] = z if w is None else z.to(w.dtype) @ w.transpose(1, 2)
         return rows, out
 
@@ -232,9 +230,10 @@ class Mix(torch.autograd.Function):
         (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.S
         grad = torch.zeros_like(rows) if grad is None else grad          # None: the last block that reads
         da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
-        for c, x, z in Mix.pieces(rows, a, S):
+        for c, x, ac in Mix.pieces(rows, a, S):
             dz = dout[:, c]
             if w is not None:
+                z = torch.bmm(ac, x.transpose(0, 1)).transpose(0, 1)
                 dw += dz.transpose(1, 2) @ z.to(w.dtype)
                 dz = dz @ w
             if a.ndim == 2:
@@ -244,7 +243,7 @@ class Mix(torch.autograd.Function):
             else:
                 dz = dz.to(a.dtype).transpose(0, 1)                      # (c, H, F)
                 da[c] = torch.bmm(dz, x.permute(1, 2, 0))
-                grad[:S, c] += torch.bmm(a[c].transpose(1, 2), dz).transpose(0, 1)
+                grad[:S, c] += torch.bmm(ac.transpose(1, 2), dz).transpose(0, 1)
         return grad, None, da, dw, *(grad[span].to(dtype) for span, dtype in ctx.new)
 
 
@@ -285,14 +284,13 @@ class HyperConnection(Residual):
     def forward(self, h, f):
         D, alpha, beta = h.shape[-1:], self.A, self.b
         if self.cfg.hc_dynamic:
-            n = F.layer_norm(h, D)
-            alpha = alpha + self.sa * torch.tanh(n @ self.Wa)            # (B, T, R, R+1)
-            beta = beta + self.sb * torch.tanh(n @ self.wb)              # (B, T, R)
+            t = torch.tanh(F.layer_norm(h, D) @ torch.cat((self.Wa, self.wb[:, None]), 1))  # (B, T, R, R+2)
+            alpha, beta = alpha + self.sa * t[..., :-1], beta + self.sb * t[..., -1]
         m = alpha.transpose(-1, -2) @ h                                  # (B, T, R+1, D)
         y = f(F.layer_norm(m[..., 0, :], D))
         return beta[..., None] * y[..., None, :] + m[..., 1:, :]
 
-    expand = staticmethod(lambda x, cfg: x[..., None, :].expand(*x.shape[:-1], cfg.hc_rate, -1))
+    expand = staticmethod(lambda x, cfg: x[..., None, :].repeat(1, 1, cfg.hc_rate, 1))
     collapse = staticmethod(lambda h: h.sum(-2))
 
 

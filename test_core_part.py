@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 
+import bench
 import lime
 
 HERE = Path(__file__).resolve().parent
@@ -425,28 +426,8 @@ def test_gradients_in_pieces(variant, monkeypatch):
     assert abs(whole[[q is p for q in params].index(True)][1, 1].item() - slope) < 1e-7 + 1e-5 * abs(slope)
 
 
-def saved_bytes(model, B=2, T=64):
-    """Bytes that one forward pass keeps for backward: what autograd saves, each storage once, and the memory's rows."""
-    kept = {}
-
-    def pack(t):
-        kept[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    idx = ids(B, T, model.cfg.vocab_size)
-    rows = []
-    init = lime.Memory.__init__
-    try:
-        lime.Memory.__init__ = lambda self, size: (init(self, size), rows.append(self))[0]
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            loss = model(idx, idx)[1]
-    finally:
-        lime.Memory.__init__ = init
-    for memory in rows:
-        if memory.rows is not None:
-            kept[memory.rows.untyped_storage().data_ptr()] = memory.rows.untyped_storage().nbytes()
-    del loss
-    return sum(n for ptr, n in kept.items() if ptr not in own)
+def saved_bytes(model):
+    return bench.saved_bytes(model, ids(2, 64, model.cfg.vocab_size))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

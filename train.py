@@ -260,9 +260,10 @@ def main(argv, stop=()):
     if s.gradient_accumulation_steps % world:
         raise UserError(f"--gradient_accumulation_steps={s.gradient_accumulation_steps}, expected a multiple of the "
                         f"{world} processes")
-    if s.dataset == "pydocs" and "pydocs" not in prepare.prepared() and rank == 0:
-        print("No FineWeb-Edu here (python data/prepare.py fineweb_edu), so: the documentation inside Python.")
-        prepare.prepare_pydocs()
+    if s.dataset == "pydocs" and rank == 0:
+        print("data: the documentation inside Python; for FineWeb-Edu: python data/prepare.py fineweb_edu")
+        if "pydocs" not in prepare.prepared():
+            prepare.prepare_pydocs()
     data = prepare.load(s.dataset, cfg.block_size, vocab_size=cfg.vocab_size)
     cfg.vocab_size = cfg.vocab_size or data.vocab_size
     s.max_iters = s.max_iters or PRESETS[s.preset]["max_iters"] // (4 if (s.preset, data.tokenizer) == ("tiny", "gpt2") else 1)
@@ -350,6 +351,7 @@ def main(argv, stop=()):
                     loss = model(*batch(data.train, some, cfg.block_size, device))[1] / len(starts)
                 scaler.scale(loss).backward()
             total[0] += loss.detach() / world
+            del loss                                                                    # and with it the graph's memory
         total[1] = len(stop)
         if world > 1:
             dist.all_reduce(total)
