@@ -165,7 +165,7 @@ def load_run(path):
                 raise ValueError(f"its settings are not those of this version's {cls.__name__}")
         with torch.device("meta"):
             model = lime.LIMe(lime.Config(**ckpt["config"]))
-        model.load_state_dict(ckpt["model"], assign=True)
+        model.load_state_dict(dict(ckpt["model"]), assign=True)  # dict: or torch would assign at the next load, too
         return ckpt
     except FileNotFoundError:
         raise UserError(f"{path} is not there; make it: python train.py --out_dir={path.parent}") from None
@@ -381,7 +381,7 @@ def main(argv, stop=()):
             sys.exit(128 + (stop[0] if stop else signal.SIGTERM))
     if rank == 0:
         took = int(time.perf_counter() - began)
-        print(f"{took // 60}:{took % 60:02} in all; sample from it: python sample.py --run={out}")
+        print(f"{took // 60}:{took % 60:02} in all; sample from it: python sample.py --out_dir={out}")
     if world > 1:
         dist.destroy_process_group()
 
