@@ -1,13 +1,13 @@
 """
 LIMe in one file: a LLaMA whose attention heads read a learned mixture of all earlier layers' representations.
 
-A block of a plain Transformer sees only what the block before it left behind, and late layers make distinct
-tokens alike. LIMe (Layer-Integrated Memory, arXiv 2502.09245) keeps the stream that entered every block so far
-and lets each head mix its keys and values from all of them; queries still come from the current stream.
+A block of a plain Transformer sees only what the block before it left, and late layers make distinct tokens
+alike. LIMe (Layer-Integrated Memory, arXiv 2502.09245) keeps the stream that entered every block so far and
+lets each head mix its keys and values from them all; queries still come from the current one.
 
-Letters, in the shape comments too: B batch, T tokens, V vocabulary, L blocks, D features (n_embd), M features
-in the MLP (n_hidden), H heads, Hkv key-value heads, hd = D/H features of a head; x_0 is the embedding, x_m the
-stream that enters block m; block r reads from m = 0..r. `python lime.py` prints the paper's tables.
+Letters: B batch, T tokens, V vocabulary, L blocks, D features (n_embd), M features in the MLP (n_hidden),
+H heads, Hkv key-value heads, hd = D/H features of a head; x_m is the stream that enters block m, x_0 the
+embedding, and block r reads from m = 0..r. `python lime.py` prints the paper's tables.
 """
 import math
 from dataclasses import dataclass, replace
@@ -71,9 +71,6 @@ class Own(nn.Module):
     def weights(self, n):
         """What the router chose for n; None without one."""
 
-    def init_router(self):
-        pass
-
 
 class Stream(Own):
     """Block 0 of static and dynamic: reads itself, and writes its stream for the blocks above."""
@@ -83,18 +80,15 @@ class Stream(Own):
 
 
 class Static(Stream):
-    """LIMe v1, static router: a table R (H, r+1). A head mixes the streams, with the same weights for all tokens:
+    """LIMe v1, static router: a table R (H, r+1). A head mixes streams with the same weights for all tokens:
 
         a_h = softmax(R_h)        z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h
 
-    The paper has RMSNorm(x_m; g_r) for n_m: all blocks share x_m / rms(x_m); the reader's gain g_r goes into W."""
+    The paper has RMSNorm(x_m; g_r) for n_m: x_m / rms(x_m) is shared, and the reader's gain goes into W."""
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
         self.gain = nn.Parameter(torch.ones(cfg.n_embd))             # g_r, apart from the gain of the query
-        self.make_router((cfg.n_head, r + 1), cfg.n_embd)
-
-    def make_router(self, shape, D):
-        self.R = nn.Parameter(torch.empty(shape))
+        self.R = nn.Parameter(torch.empty(cfg.n_head, r + 1))
 
     def init_router(self):
         self.R.normal_(0, 0.1)
@@ -117,8 +111,9 @@ class Dynamic(Static):
     """LIMe v1, dynamic router: the same, with weights of each token's own, from a linear map W of its stream:
 
         a = softmax(W g_r n_r)    z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h"""
-    def make_router(self, shape, D):
-        self.W = nn.Parameter(torch.empty(math.prod(shape), D))
+    def __init__(self, cfg, r):
+        super().__init__(cfg, r)
+        self.R, self.W = None, nn.Parameter(torch.empty(cfg.n_head * (r + 1), cfg.n_embd))
 
     def init_router(self):
         self.W.normal_(0, 0.02)
@@ -141,7 +136,7 @@ class Pair(Own):
 
 
 class KeyValue(Pair):
-    """LIMe v2: a key-value head is a signed sum, without softmax, of all heads' keys and values of all blocks:
+    """LIMe v2: keys and values are signed sums, no softmax, of those of all heads of all blocks so far:
 
         [K|V]_h = sum_m,j R[h, m Hkv + j] [k|v]_m,j                   R (Hkv, (r+1) Hkv)"""
     def __init__(self, cfg, r):
@@ -163,14 +158,12 @@ class KeyValue(Pair):
 
 
 class Memory:
-    """The depth memory of one forward pass: rows (S, B*T, F) in the order written, in one buffer of `size` rows.
-
-    No block copies what earlier ones wrote, or keeps its mixture for backward (see Mix): what training keeps
-    grows linearly with depth."""
+    """The depth memory of one forward pass: rows (S, B*T, F) in the order written, in one buffer.
+    No block copies them or keeps its mixture for backward (see Mix): training's memory is linear in depth."""
     def __init__(self, size):
         self.size, self.used, self.rows, self.new, self.last = size, 0, None, [], None
 
-    def append(self, new):                                   # (s, B*T, F); the next mix puts it into the buffer
+    def append(self, new):                           # (s, B*T, F); the next mix puts it into the buffer
         self.new.append(new)
 
     def mix(self, a, w=None):
@@ -178,6 +171,8 @@ class Memory:
         w (H, out, F) projected as well: z_h w_h^T, (H, B*T, out)."""
         if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
             return checkpoint(mix_plain, a, w, *self.new, use_reentrant=False)
+        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # for a token, the fewest operations
+            return mix_plain(a, w, *self.new)
         device, new = a.device.type, self.new
         if self.rows is None:                                # float32 also where autocast makes bfloat16
             self.rows = a.new_empty(self.size, *new[0].shape[1:])
@@ -196,8 +191,8 @@ def mix_plain(a, w, *rows):
 
 
 class Mix(torch.autograd.Function):
-    """mix_plain over pieces of the tokens that fit the processor's cache. Backward makes each piece of the mixture
-    again instead of keeping it, and adds to the gradient of all rows, a buffer as well, with one matrix product."""
+    """mix_plain on pieces of the tokens that fit the processor's cache. Backward makes each piece again,
+    instead of keeping it, and adds to the gradient of all rows, one buffer too."""
     size = 2 ** 19                                           # numbers in a piece of the mixture
 
     @staticmethod
@@ -214,7 +209,7 @@ class Mix(torch.autograd.Function):
             ctx.new.append((slice(S, S + len(x)), x.dtype))
             rows[S:S + len(x)] = x
             S += len(x)
-        ctx.rows, ctx.S = rows.detach(), S                   # save_for_backward objects to what later blocks write
+        ctx.rows, ctx.S = rows.detach(), S                   # not saved by autograd: later blocks write
         ctx.save_for_backward(a, w)
         ctx.mark_dirty(rows)
         ctx.set_materialize_grads(False)
@@ -266,7 +261,7 @@ class Residual(nn.Module):
 
 
 class HyperConnection(Residual):
-    """Hyper-Connections (arXiv 2409.19606): R streams h (B, T, R, D). norm is LayerNorm without gain; around f:
+    """Hyper-Connections (arXiv 2409.19606): R streams h (B, T, R, D). norm is LayerNorm without gain:
 
         alpha = A + s_a tanh(norm(h) W_a)   (R, R+1)      beta = b + s_b tanh(norm(h) w_b)   (R)
         m = alpha^T h   (R+1, D)                          h = beta f(norm(m_0)) + m_1..R"""
@@ -335,8 +330,8 @@ class Attention(nn.Module):
             k, v = cache[:, :, :, :start + T]
             if start and T > 1:
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=n.device).tril(start)
-        y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask, is_causal=T > 1 and mask is None,
-                                           enable_gqa=k.shape[1] != self.H)
+        y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask,
+                                           is_causal=T > 1 and mask is None, enable_gqa=k.shape[1] != self.H)
         return F.linear(y.transpose(1, 2).flatten(2), self.wo)
 
 
@@ -390,8 +385,9 @@ class LIMe(nn.Module):
                 p.uniform_(-1 / self.cfg.n_embd, 1 / self.cfg.n_embd)
             elif name.endswith(("embed", "wq", "wkv", "wo", "w1", "w2", "w3")):
                 p.normal_(0, 0.02)
-        for block in self.blocks:
-            block.attn.memory.init_router()
+        for m in (block.attn.memory for block in self.blocks):
+            if hasattr(m, "init_router"):
+                m.init_router()
 
     def hidden(self, idx, cache=None, start=0, trace=None):
         """The last stream, normalised, (B, T, D). With a cache, idx are the tokens from position start on."""
@@ -409,24 +405,22 @@ class LIMe(nn.Module):
         return normalise(x, self.cfg.norm_eps)
 
     def forward(self, idx, targets=None, trace=None):
-        """(logits, loss) for ids idx (B, T): logits (B, T, V), and their mean cross-entropy with targets (B, T) in
-        nats, or None. With targets, logits of more than Loss.size numbers are never made whole: (None, loss).
-
+        """(logits, loss) of ids idx (B, T): logits (B, T, V); mean cross-entropy with targets (B, T), nats,
+        or None. With targets, logits of more than Loss.size numbers are never made whole: (None, loss).
         A dict as trace receives lists over the blocks: `hidden`, the streams x_0..x_L (B, T, D); `values`
-        (B, Hkv, T, hd); `weights`, as the routers' weights() describe them."""
-        n = self.hidden(idx, trace=trace)
-        if (targets is not None and not torch.compiler.is_compiling()           # the compiler has ways of its own
-                and targets.numel() * len(self.embed) > Loss.size):
+        (B, Hkv, T, hd); `weights`, as the routers' weights() say."""
+        n, compiling = self.hidden(idx, trace=trace), torch.compiler.is_compiling()
+        if targets is not None and not compiling and targets.numel() * len(self.embed) > Loss.size:
             n, w = n.flatten(0, 1), self.embed * self.gain
             return None, Loss.apply(n, w, targets.flatten(), torch.is_grad_enabled())
         logits = project(n, self.embed, self.gain)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
-    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, generator=None, n_vocab=None):
-        """Yield max_new_tokens tokens (B,), each drawn (see draw) from what follows idx (B, T) and those before.
-        The cache holds every block's keys, rotated, and values, as a plain Transformer's. Once the text is longer
-        than block_size, a token costs a pass over the last block_size tokens, as their positions shift."""
+    def generate(self, idx, max_new_tokens, temperature=1, top_k=0, top_p=1, generator=None, n_vocab=None):
+        """Yield max_new_tokens tokens (B,), each drawn (see draw) after idx (B, T) and those before it. The
+        cache holds each block's keys, rotated, and values, as a plain Transformer's. Beyond block_size, a
+        token costs a pass over the last block_size tokens, as their positions shift."""
         cfg, S = self.cfg, self.cfg.block_size
         cache = self.embed.new_empty(cfg.n_layer, 2, len(idx), cfg.n_kv_head, S, cfg.n_embd // cfg.n_head)
         idx = new = idx[:, -S:]
@@ -442,9 +436,9 @@ class LIMe(nn.Module):
                 new, start = idx, 0
 
 
-def draw(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
-    """One token (B,) from logits (B, V), on the CPU: a seed gives the same text on every device. temperature 0:
-    the likeliest; top_k > 0: among the k likeliest; top_p < 1: among the fewest that reach this share."""
+def draw(logits, temperature=1, top_k=0, top_p=1, generator=None):
+    """One token (B,) from logits (B, V), on the CPU: a seed gives one text on all devices. temperature 0: the
+    likeliest; top_k > 0: among the k likeliest; top_p < 1: among the fewest that reach this share."""
     logits = logits.float().cpu()
     if temperature == 0:
         return logits.argmax(-1)
@@ -457,8 +451,8 @@ def draw(logits, temperature=1.0, top_k=0, top_p=1.0, generator=None):
 
 
 class Loss(torch.autograd.Function):
-    """Mean cross-entropy of the logits n w^T with targets, for n (N, D), w (V, D). A piece of the logits at a time,
-    and the gradients are made while it is there; backward only scales them."""
+    """Mean cross-entropy of the logits n w^T with targets, n (N, D), w (V, D). Logits are made in pieces, and
+    gradients while a piece is there; backward only scales them."""
     size = 2 ** 20                                                       # more logits than that use it
 
     @staticmethod
@@ -507,8 +501,8 @@ def check(cfg):
     rules += [
         ("n_embd", cfg.n_embd % (2 * H) == 0, f"a multiple of 2 n_head = {2 * H}"),
         ("n_kv_head", Hkv > 0 and H % Hkv == 0, f"a divisor of n_head = {H}"),
-        ("n_kv_head", Hkv == H or not own, f"n_head = {H}: each query head of {cfg.variant} reads its own mixture, "
-         "so that none can share keys (in llama, kv and hc they can)"),
+        ("n_kv_head", Hkv == H or not own, f"n_head = {H}: each query head of {cfg.variant} reads its own "
+         "mixture, so that none can share keys (in llama, kv and hc they can)"),
         ("route_top_p", p == 1 or 0 < p < 1 and cfg.variant == "static", "in (0, 1], and 1 if not static"),
         ("rope_theta", 0 < cfg.rope_theta < math.inf, "above 0"),
         ("norm_eps", 0 <= cfg.norm_eps < 1, "in [0, 1)")]
@@ -523,7 +517,7 @@ def n_params(model):
 
 
 def forward_flops(cfg, T):
-    """Multiply-adds of one sequence of T tokens as table 6 counts them: matrix products, mixtures, and for attention
+    """Multiply-adds of one sequence of T tokens as table 6 counts: matrix products, mixtures, for attention
     4 H T^2 hd + 3 H T^2; embedding, norms and gates 0."""
     L, H, D, Hkv, R = cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.n_kv_head or cfg.n_head, cfg.hc_rate
     hd, S = D // H, L * (L + 1) // 2 - 1                     # S: representations that all blocks >= 1 read
@@ -535,4 +529,4 @@ def forward_flops(cfg, T):
 
 if __name__ == "__main__":
     import bench
-    bench.tables()
+    bench.prepare.run(bench.tables)

@@ -34,8 +34,8 @@ class Settings:
 
 
 def check(s):
-    for flag, low, high in (("num_samples", 1, 10 ** 9), ("max_new_tokens", 1, 10 ** 9), ("temperature", 0, 1000),
-                            ("top_k", 0, 10 ** 9), ("top_p", 1e-9, 1), ("seed", 0, 2 ** 63 - 1)):
+    for flag, low, high in (("num_samples", 1, 10 ** 9), ("max_new_tokens", 1, 10 ** 9),
+                            ("temperature", 0, 1000), ("top_k", 0, 10 ** 9), ("top_p", 1e-9, 1), ("seed", 0, 2 ** 63 - 1)):
         if not low <= getattr(s, flag) <= high:
             raise UserError(f"--{flag}={getattr(s, flag)}, expected {low:g} to {high:g}")
 
@@ -47,7 +47,8 @@ def read_start(start):
     try:
         return Path(start[5:]).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"--start={start}: {e.strerror if isinstance(e, OSError) else 'not a UTF-8 text'}") from None
+        reason = e.strerror if isinstance(e, OSError) else "not a UTF-8 text"
+        raise UserError(f"--start={start}: {reason}") from None
 
 
 def main(argv):
@@ -64,7 +65,7 @@ def main(argv):
     model = lime.LIMe(lime.Config(**run["config"])).to(device).eval()
     model.load_state_dict(run["model"])
     if encoding.n_vocab > model.cfg.vocab_size:
-        raise UserError(f"{path}: {model.cfg.vocab_size} ids, fewer than its tokenizer {run['tokenizer']} has")
+        raise UserError(f"{path}: {model.cfg.vocab_size} ids, fewer than tokenizer {run['tokenizer']} has")
 
     prompt = [encoding.eot_token] + encoding.encode_ordinary(text)      # every document of the data begins so
     notes = [f"{path}: {model.cfg.variant}, step {run['step']}, {device}"]
@@ -80,8 +81,8 @@ def main(argv):
         print("-" * 40 + "\n" if i else "", end="")
         print(text, end="", flush=True)
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may span tokens
-        for token in model.generate(torch.tensor([prompt], device=device), s.max_new_tokens, s.temperature, s.top_k,
-                                    s.top_p, generator, encoding.n_vocab):
+        for token in model.generate(torch.tensor([prompt], device=device), s.max_new_tokens, s.temperature,
+                                    s.top_k, s.top_p, generator, encoding.n_vocab):
             made += 1
             if token.item() == encoding.eot_token:
                 break

@@ -1,10 +1,10 @@
 """
-Train a model of lime.py. No flag is needed: it picks the device, makes a small data set if none is there, trains the
-preset `tiny` in minutes, and leaves out/<run>/ with ckpt.pt (all that is needed to go on), best.pt (the weights with
-the lowest validation loss) and log.jsonl.
+Train a model of lime.py. No flag is needed: it picks the device, makes a small data set if there is none,
+trains the preset `tiny` in minutes, and leaves out/<run>/ with ckpt.pt (all that is needed to go on),
+best.pt (the weights with the lowest validation loss) and log.jsonl.
 
-    python train.py --variant=dynamic --seed=1            every field of Settings below and of lime.Config is a flag
-    python train.py --resume                              the newest run goes on after a stop, a kill or a crash
+    python train.py --variant=dynamic --seed=1            every field of Settings and of lime.Config is a flag
+    python train.py --resume                              the newest run goes on after a stop or a kill
     torchrun --nproc_per_node=4 train.py --preset=small   several GPUs
 """
 import contextlib
@@ -31,11 +31,11 @@ from data.prepare import UserError
 
 @dataclass
 class Settings:
-    preset: str = ""               # sizes and recipe, one of PRESETS; default: tiny, or small for GPT-2 tokens on a GPU
-    dataset: str = ""              # a name under data/, or a folder; default: fineweb_edu if prepared, else pydocs
-    out_dir: str = ""              # the run's folder; default: out/VARIANT, or out/VARIANT-2, -3, ... if there is one
+    preset: str = ""               # sizes and recipe, a key of PRESETS; default: tiny, on a GPU mostly small
+    dataset: str = ""              # name under data/, or folder; default: fineweb_edu if there, else pydocs
+    out_dir: str = ""              # the run's folder; default: out/VARIANT, or out/VARIANT-2, ... if taken
     resume: bool = False           # go on with the run in out_dir, by default the newest
-    max_iters: int = 0             # updates; 0: the preset's (tiny: a quarter with GPT-2 tokens, which is as much text)
+    max_iters: int = 0             # updates; 0: the preset's (tiny with GPT-2 tokens: a quarter of it)
     batch_size: int = 8            # sequences in a forward pass
     gradient_accumulation_steps: int = 1  # forward passes in an update, of all processes together
     learning_rate: float = 3e-3    # peak of the schedule
@@ -51,31 +51,33 @@ class Settings:
     log_interval: int = 10         # updates between lines; 0: off
     seed: int = 1                  # of the first weights and of the order of the data
     device: str = "auto"           # cpu, cuda, cuda:1, mps; auto: the best there is
-    dtype: str = "auto"            # of matrix products: float32, bfloat16, float16; auto: bfloat16 if a GPU has it
-    compile: bool = False          # torch.compile the whole model: a minute's wait, then faster steps on a GPU
+    dtype: str = "auto"            # of matrix products: float32, bfloat16, float16; auto: bfloat16 on a GPU
+    compile: bool = False          # torch.compile the whole model: a minute's wait, then faster on a GPU
 
 
-# What each preset of lime.PRESETS sets here. deep* and paper: the paper's table 3, whose 1024 sequences are split up.
-PAPER = dict(max_iters=5000, batch_size=16, gradient_accumulation_steps=64, learning_rate=1e-3, warmup_iters=200)
+# What each preset of lime.PRESETS sets here. deep* and paper: the paper's table 3, in 64 parts.
+PAPER = dict(max_iters=5000, batch_size=16, gradient_accumulation_steps=64, learning_rate=1e-3,
+             warmup_iters=200)
 PRESETS = {
     "tiny": dict(max_iters=400),
-    "small": dict(max_iters=750, batch_size=16, gradient_accumulation_steps=8, learning_rate=1e-3, warmup_iters=75),
+    "small": dict(max_iters=750, batch_size=16, gradient_accumulation_steps=8, learning_rate=1e-3,
+                  warmup_iters=75),
     "deep32": PAPER, "deep64": PAPER, "deep128": PAPER,
     "paper": dict(PAPER, max_iters=20000),
 }
 # A resumed run may change these; anything else would be another run.
-MAY_CHANGE = {"max_iters", "learning_rate", "router_lr", "min_lr", "eval_interval", "eval_iters", "log_interval",
-              "device", "dtype", "compile", "dataset", "out_dir", "resume"}
+MAY_CHANGE = set("max_iters learning_rate router_lr min_lr eval_interval eval_iters log_interval device "
+                 "dtype compile dataset out_dir resume".split())
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # settings
 
 def check(s):
     """Raise UserError that names every number out of its range (no assert: python -O checks as well)."""
     least = dict(batch_size=1, gradient_accumulation_steps=1, **{k: 0 for k in (
-        "max_iters learning_rate router_lr min_lr warmup_iters weight_decay beta1 beta2 grad_clip eval_interval "
-        "eval_iters log_interval seed").split()})
+        "max_iters learning_rate router_lr min_lr warmup_iters weight_decay beta1 beta2 grad_clip "
+        "eval_interval eval_iters log_interval seed").split()})
     most = dict(beta1=0.9999999, beta2=0.9999999, seed=2 ** 63 - 1, min_lr=s.learning_rate)
     for k, low in least.items():
         high = most.get(k, 10 ** 12)
@@ -103,8 +105,8 @@ def pick_device(name, dtype="auto"):
 
 
 def parse(argv):
-    """(Settings, lime.Config, checkpoint to resume or None). The flags override the run that is resumed, or else the
-    preset, or else the defaults of the two classes."""
+    """(Settings, lime.Config, checkpoint to resume or None). Flags override the resumed run, or else
+    the preset, or else the defaults of the two classes."""
     parser = prepare.Parser(description=__doc__)
     parser.add_fields(Settings)
     parser.add_fields(lime.Config)
@@ -121,8 +123,8 @@ def parse(argv):
         preset = first.preset or ("small" if on_gpu and dataset != "pydocs" else "tiny")
         if preset not in PRESETS:
             raise UserError(f"--preset={preset}, expected one of {', '.join(PRESETS)}")
-        parser.set_defaults(**{**lime.PRESETS[preset], **PRESETS[preset], "dataset": dataset, "preset": preset,
-                               "vocab_size": 0, "max_iters": 0})
+        parser.set_defaults(**{**lime.PRESETS[preset], **PRESETS[preset], "dataset": dataset,
+                               "preset": preset, "vocab_size": 0, "max_iters": 0})
     args = vars(parser.parse_args(argv))
     s = Settings(**{f.name: args[f.name] for f in fields(Settings)})
     cfg = lime.Config(**{f.name: args[f.name] for f in fields(lime.Config)})
@@ -131,13 +133,14 @@ def parse(argv):
         lime.check(replace(cfg, vocab_size=cfg.vocab_size or 1))
     except ValueError as e:
         raise UserError(e) from None
-    differ = [f"--{k}={v} (was {saved[k]})" for k, v in args.items() if ckpt and k not in MAY_CHANGE and v != saved[k]]
+    differ = [f"--{k}={v} (was {saved[k]})" for k, v in args.items()
+              if ckpt and k not in MAY_CHANGE and v != saved[k]]
     if differ:
-        raise UserError(f"{s.out_dir} can't go on with {', '.join(differ)}: leave that out, or start without --resume")
+        raise UserError(f"{s.out_dir} can't go on with {', '.join(differ)}: drop these, or --resume")
     return s, cfg, ckpt
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # runs on disk
 
 def newest_run():
@@ -149,13 +152,12 @@ def newest_run():
 
 
 def load_run(path):
-    """A checkpoint: a dict with model, config, settings, step, tokenizer, data (ckpt.pt: optimizer and scaler too), on
-    the CPU. Only tensors and plain types are read, so that no file can run code. UserError with path and reason for
-    what is damaged, foreign, or does not fit lime.py as it is."""
+    """A checkpoint: a dict with model, config, settings, step, tokenizer, data (ckpt.pt: optimizer, scaler).
+    Only tensors and plain types are read, so that no file can run code. UserError with path and reason
+    for what is damaged, foreign, or does not fit lime.py as it is."""
     path = Path(path)
     try:
-        size = path.stat().st_size
-        if zipfile.ZipFile(path).testzip():                      # torch.load does not check the file's own checksums
+        if zipfile.ZipFile(path).testzip():                      # torch.load does not check the checksums
             raise ValueError("the file is damaged")
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(ckpt, dict) or ckpt.get("format") != 1:
@@ -165,16 +167,18 @@ def load_run(path):
                 raise ValueError(f"its settings are not those of this version's {cls.__name__}")
         with torch.device("meta"):
             model = lime.LIMe(lime.Config(**ckpt["config"]))
-        model.load_state_dict(dict(ckpt["model"]), assign=True)  # dict: or torch would assign at the next load, too
+        # dict(): torch would note `assign` in the state's metadata and assign again at the real load
+        model.load_state_dict(dict(ckpt["model"]), assign=True)
         return ckpt
     except FileNotFoundError:
         raise UserError(f"{path} is not there; make it: python train.py --out_dir={path.parent}") from None
-    except Exception as e:                                       # whatever the file's bytes make the loaders raise
-        raise UserError(f"{path} ({size if path.is_file() else 0:,} bytes) can't be used: {e}"[:300]) from None
+    except Exception as e:                                       # whatever its bytes make the loaders raise
+        size = path.stat().st_size
+        raise UserError(f"{path} ({size:,} bytes) can't be used: {e}"[:300]) from None
 
 
 def save(path, state):
-    """Write a checkpoint under another name, flush it, rename it: at any moment `path` is whole, the old or the new."""
+    """Write a checkpoint under another name, flush it, rename it: `path` is always whole, old or new."""
     part = path.with_name(path.name + ".part")
     try:
         with open(part, "wb") as f:
@@ -182,15 +186,15 @@ def save(path, state):
             f.flush()
             os.fsync(f.fileno())
         os.replace(part, path)
-    except (OSError, RuntimeError) as e:                         # torch.save turns a full disk into a RuntimeError
+    except (OSError, RuntimeError) as e:                         # torch.save makes a full disk a RuntimeError
         part.unlink(missing_ok=True)
         free = shutil.disk_usage(path.parent).free / 1e6
-        raise UserError(f"{path} not saved ({e}; {free:,.0f} MB free), the one before is kept: make room, then --resume")
+        raise UserError(f"{path} not saved ({e}; {free:,.0f} MB free), the last is kept: make room, --resume")
 
 
 def open_log(path, head, step):
-    """log.jsonl, open to append: `head` first; on resume, after the lines up to `step`. Returns the file and whether
-    an evaluation at that step is in it."""
+    """log.jsonl, open to append: `head` first; on resume, after the lines up to `step`. Also returns
+    whether an evaluation at that step is in it."""
     lines = [head]
     if step is not None and path.exists():
         old = [json.loads(line) for line in path.read_text("utf-8").splitlines() if line.endswith("}")]
@@ -198,20 +202,22 @@ def open_log(path, head, step):
     part = path.with_name(path.name + ".part")
     part.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
     os.replace(part, path)
-    return open(path, "a", encoding="utf-8", buffering=1), any(x["kind"] == "eval" and x["step"] == step for x in lines)
+    evaluated = any(line["kind"] == "eval" and line["step"] == step for line in lines)
+    return open(path, "a", encoding="utf-8", buffering=1), evaluated
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # training
 
 def param_groups(model, s):
-    """AdamW's groups, as in table 3 of the paper: routers have a rate of their own; matrices decay, but not the
-    embedding, nor the tables of static and kv routers and of Hyper-Connections."""
+    """AdamW's groups, as in table 3 of the paper: routers have a rate of their own; matrices decay, but not
+    the embedding, nor the tables of static and kv routers and of Hyper-Connections."""
     groups = {}
     for name, p in model.named_parameters():
         router, table = name.endswith(("memory.R", "memory.W")), name.endswith(("embed", "memory.R", ".A"))
         groups.setdefault((router, p.ndim >= 2 and not table), []).append(p)
-    return [dict(params=params, lr=s.router_lr if router else s.learning_rate, weight_decay=s.weight_decay * decay)
+    return [dict(params=params, lr=s.router_lr if router else s.learning_rate,
+                 weight_decay=s.weight_decay * decay)
             for (router, decay), params in groups.items()]
 
 
@@ -236,7 +242,8 @@ def evaluate(model, split, s, device, autocast):
     block_size = model.cfg.block_size
     starts = np.linspace(0, len(split) - block_size - 1, s.eval_iters * s.batch_size).astype(int)
     with autocast():
-        losses = [model(*batch(split, some, block_size, device))[1].item() for some in np.split(starts, s.eval_iters)]
+        losses = [model(*batch(split, some, block_size, device))[1].item()
+                  for some in np.split(starts, s.eval_iters)]
     return sum(losses) / len(losses)
 
 
@@ -258,18 +265,19 @@ def main(argv, stop=()):
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     device, dtype = pick_device(s.device, s.dtype)
     if s.gradient_accumulation_steps % world:
-        raise UserError(f"--gradient_accumulation_steps={s.gradient_accumulation_steps}, expected a multiple of the "
-                        f"{world} processes")
+        raise UserError(f"--gradient_accumulation_steps={s.gradient_accumulation_steps}, expected a multiple "
+                        f"of the {world} processes")
     if s.dataset == "pydocs" and rank == 0:
         print("data: the documentation inside Python; for FineWeb-Edu: python data/prepare.py fineweb_edu")
         if "pydocs" not in prepare.prepared():
             prepare.prepare_pydocs()
     data = prepare.load(s.dataset, cfg.block_size, vocab_size=cfg.vocab_size)
     cfg.vocab_size = cfg.vocab_size or data.vocab_size
-    s.max_iters = s.max_iters or PRESETS[s.preset]["max_iters"] // (4 if (s.preset, data.tokenizer) == ("tiny", "gpt2") else 1)
+    quarter = (s.preset, data.tokenizer) == ("tiny", "gpt2")
+    s.max_iters = s.max_iters or PRESETS[s.preset]["max_iters"] // (4 if quarter else 1)
     step0 = ckpt["step"] if ckpt else 0
     if ckpt and ckpt["data"] != data.fingerprint:
-        raise UserError(f"{s.dataset} is not the data that {s.out_dir} was trained on; prepare them, or start a new run")
+        raise UserError(f"{s.dataset} is not the data of {s.out_dir}; prepare that, or begin anew")
     if ckpt and step0 >= s.max_iters:
         return print(f"{s.out_dir} is already at step {step0} of {s.max_iters}")
     if world > 1:
@@ -310,13 +318,15 @@ def main(argv, stop=()):
         model = torch.nn.parallel.DistributedDataParallel(model)
     if rank == 0:
         out.mkdir(parents=True, exist_ok=True)
-        head = dict(kind="resume" if ckpt else "run", step=step0, settings=run["settings"], config=run["config"],
-                    device=str(device), dtype=str(dtype), parameters=lime.n_params(raw), processes=world,
-                    flops_per_token=6 * lime.forward_flops(cfg, cfg.block_size) // cfg.block_size, data=data.meta,
-                    threads=torch.get_num_threads(), python=platform.python_version(), torch=torch.__version__)
+        flops = 6 * lime.forward_flops(cfg, cfg.block_size) // cfg.block_size
+        head = dict(kind="resume" if ckpt else "run", step=step0, settings=run["settings"],
+                    config=run["config"], device=str(device), dtype=str(dtype), parameters=lime.n_params(raw),
+                    flops_per_token=flops, processes=world, threads=torch.get_num_threads(), data=data.meta,
+                    python=platform.python_version(), torch=torch.__version__)
         log, evaluated = open_log(out / "log.jsonl", head, step0 if ckpt else None)
-        print(f"{out}: {cfg.variant}, {head['parameters']:,} parameters, {device}, {str(dtype)[6:]}, {s.dataset} with "
-              f"{len(data.train):,} tokens ({data.tokenizer}) to train on, {len(data.val):,} to validate", flush=True)
+        print(f"{out}: {cfg.variant}, {head['parameters']:,} parameters, {device}, {str(dtype)[6:]}; "
+              f"{s.dataset}: {len(data.train):,} tokens ({data.tokenizer}) to train on, "
+              f"{len(data.val):,} to validate", flush=True)
 
     tokens = s.batch_size * s.gradient_accumulation_steps * cfg.block_size              # in an update
     began = since = time.perf_counter()
@@ -326,8 +336,10 @@ def main(argv, stop=()):
             if rank == 0 and s.eval_iters and not (step == step0 and evaluated):
                 pause = time.perf_counter()
                 loss, meta = evaluate(raw, data.val, s, device, autocast), data.meta
-                bits = loss / math.log(2) * meta["tokens"]["val"] / meta["bytes"]["val"] if meta["bytes"]["val"] else None
-                log.write(json.dumps(dict(kind="eval", step=step, tokens=step * tokens, loss=loss, bits_per_byte=bits)) + "\n")
+                size = meta["bytes"]["val"]                                             # None: not known
+                bits = loss / math.log(2) * meta["tokens"]["val"] / size if size else None
+                log.write(json.dumps(dict(kind="eval", step=step, tokens=step * tokens, loss=loss,
+                                          bits_per_byte=bits)) + "\n")
                 print(f"step {step:>6}/{s.max_iters}  validation loss {loss:.4f}"
                       + (f", {bits:.4f} bits per byte" if bits else ""), flush=True)
                 if loss < run["best"]:
@@ -339,19 +351,19 @@ def main(argv, stop=()):
         if last:
             break
 
-        # which windows an update sees depends on seed and step alone: nothing to save, nothing a variant could shift
+        # an update's windows depend on seed and step alone: nothing to save, nothing a variant could shift
         starts = np.random.default_rng((s.seed, step)).integers(
             len(data.train) - cfg.block_size, size=(s.gradient_accumulation_steps, s.batch_size))[rank::world]
         for group, peak in zip(optimizer.param_groups, peaks):
             group["lr"] = peak * schedule(step, s)
-        total = torch.zeros(2, device=device)                                           # loss, and whether to stop
+        total = torch.zeros(2, device=device)                                # loss, and whether to stop
         for i, some in enumerate(starts):
             with model.no_sync() if world > 1 and i + 1 < len(starts) else contextlib.nullcontext():
                 with autocast():
                     loss = model(*batch(data.train, some, cfg.block_size, device))[1] / len(starts)
                 scaler.scale(loss).backward()
             total[0] += loss.detach() / world
-            del loss                                                                    # and with it the graph's memory
+            del loss                                                         # and with it the graph's memory
         total[1] = len(stop)
         if world > 1:
             dist.all_reduce(total)
@@ -359,25 +371,26 @@ def main(argv, stop=()):
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), s.grad_clip or math.inf).item()
         loss, rate = total[0].item(), optimizer.param_groups[0]["lr"]
         if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
-            raise UserError(f"loss {loss}, gradient norm {norm} in update {step + 1} at learning rate {rate:.2g}: stopped "
-                            f"before it; {out / 'ckpt.pt'} is from before; lower --learning_rate")
+            raise UserError(f"loss {loss}, gradient norm {norm} in update {step + 1}, learning rate {rate:.2g}"
+                            f": stopped before it; {out / 'ckpt.pt'} is from before; lower --learning_rate")
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        run["skipped"] += not math.isfinite(norm)                                       # float16: the scaler backs off
+        run["skipped"] += not math.isfinite(norm)                            # float16: the scaler backs off
         run["step"] = done = step + 1
         if rank == 0 and s.log_interval and done % s.log_interval == 0:
             now = time.perf_counter()
             speed, since = s.log_interval * tokens / (now - since), now
             left = int((s.max_iters - done) * tokens / speed)
-            log.write(json.dumps(dict(kind="train", step=done, tokens=done * tokens, loss=loss, lr=rate, norm=norm,
-                                      tokens_per_s=round(speed), skipped=run["skipped"])) + "\n")
+            log.write(json.dumps(dict(kind="train", step=done, tokens=done * tokens, loss=loss, lr=rate,
+                                      norm=norm, tokens_per_s=round(speed), skipped=run["skipped"])) + "\n")
             print(f"step {done:>6}/{s.max_iters}  loss {loss:.4f}  rate {rate:.2e}  {speed:>9,.0f} tokens/s  "
                   f"{left // 60:>3}:{left % 60:02} left", flush=True)
         if total[1].item() and done < s.max_iters:
             checkpoint()
             if rank == 0:
-                print(f"stopped: {out} is saved at step {done}; go on: python train.py --resume --out_dir={out}", file=sys.stderr)
+                print(f"stopped: {out} is saved at step {done}; go on: train.py --resume --out_dir={out}",
+                      file=sys.stderr)
             sys.exit(128 + (stop[0] if stop else signal.SIGTERM))
     if rank == 0:
         took = int(time.perf_counter() - began)
@@ -391,7 +404,7 @@ if __name__ == "__main__":
 
     def on_signal(number, frame):
         if signals:
-            os._exit(128 + number)                               # the second one does not wait for the step's end
+            os._exit(128 + number)                               # the second one does not wait
         signals.append(number)
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)

@@ -549,7 +549,7 @@ def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse for every program here: no abbreviations, one line for an error, the nearest flag for a mistyped one."""
+    """argparse for every program: no abbreviations, one line for an error, the nearest flag for a mistyped one."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
@@ -576,7 +576,7 @@ def boolean(text):
 
 
 def run(main):
-    """Runs a program to its end: what the user can mend is one line on stderr and exit status 1, Ctrl-C 130."""
+    """Runs a program to its end: what a user can mend is one line on stderr and exit status 1, Ctrl-C 130."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a text may not fit the console
     try:
@@ -617,5 +617,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that temporary files are removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
     run(main)
