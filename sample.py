@@ -35,7 +35,8 @@ class Settings:
 
 def check(s):
     for flag, low, high in (("num_samples", 1, 10 ** 9), ("max_new_tokens", 1, 10 ** 9),
-                            ("temperature", 0, 1000), ("top_k", 0, 10 ** 9), ("top_p", 1e-9, 1), ("seed", 0, 2 ** 63 - 1)):
+                            ("temperature", 0, 1000), ("top_k", 0, 10 ** 9), ("top_p", 1e-9, 1),
+                            ("seed", 0, 2 ** 63 - 1)):
         if not low <= getattr(s, flag) <= high:
             raise UserError(f"--{flag}={getattr(s, flag)}, expected {low:g} to {high:g}")
 

@@ -4,9 +4,10 @@ Tests of lime.py, the data tools, train.py, sample.py and analyze.py: offline, o
     pytest test_lime.py             the fast ones, under a minute
     pytest test_lime.py -m slow     kills, full disks, two processes, corrupted files, long runs: minutes
 
-The golden numbers of test_lime.npz come from running the code that the paper's authors published, and the transformers
-library's LLaMA, on small models with random weights.
+The golden numbers of test_lime.npz come from running the code that the paper's authors published, and the
+transformers library's LLaMA, on small models with random weights.
 """
+
 import hashlib
 import http.server
 import json
@@ -35,7 +36,7 @@ import train
 from data import prepare
 from data.prepare import UserError
 
-torch.set_num_threads(1)                                             # small tensors: threads only get in the way
+torch.set_num_threads(1)  # small tensors: threads only get in the way
 
 HERE = Path(__file__).resolve().parent
 VARIANTS = sorted(lime.VARIANTS)
@@ -49,8 +50,10 @@ def toy(variant, noise=0.3, **fields):
     for p in model.parameters():
         p.data += noise * torch.randn_like(p)
     half = model.cfg.n_embd // model.cfg.n_head // 2
-    angle = torch.arange(model.cfg.block_size).double()[:, None] * 10000.0 ** (torch.arange(half).double() / -half)
-    model.cos, model.sin = angle.cos(), angle.sin()                  # the tables of a float32 model are float32
+    angle = torch.arange(model.cfg.block_size).double()[:, None] * 10000.0 ** (
+        torch.arange(half).double() / -half
+    )
+    model.cos, model.sin = angle.cos(), angle.sin()  # the tables of a float32 model are float32
     return model
 
 
@@ -58,8 +61,9 @@ def ids(B=2, T=12, V=29, seed=1):
     return torch.randint(V, (B, T), generator=torch.Generator().manual_seed(seed))
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # the equations again, as slow loops that share no code with lime.py
+
 
 def rms(x, gain):
     return [v * g / math.sqrt(sum(u * u for u in x) / len(x) + 1e-6) for v, g in zip(x, gain)]
@@ -101,8 +105,8 @@ def slow_logits(model, tokens):
     """Logits of one sequence, number by number, from the weights by name alone."""
     c, W = model.cfg, {k: v.tolist() for k, v in model.state_dict().items()}
     T, H, Hkv, hd, D = len(tokens), c.n_head, c.n_kv_head, c.n_embd // c.n_head, c.n_embd
-    x = [[W["embed"][t]] * (c.hc_rate if c.variant == "hc" else 1) for t in tokens]      # streams of each token
-    depth = []                                                       # depth[m][t]: representation or own key-values
+    x = [[W["embed"][t]] * (c.hc_rate if c.variant == "hc" else 1) for t in tokens]  # streams of each token
+    depth = []  # depth[m][t]: representation or own key-values
     for r in range(c.n_layer):
         w = {k.split(".", 2)[2]: v for k, v in W.items() if k.startswith(f"blocks.{r}.")}
         for part in ("attn", "mlp"):
@@ -131,7 +135,10 @@ def slow_logits(model, tokens):
                 wkv = w["attn.memory.wkv"]
                 k = [[None] * Hkv for _ in range(T)]
                 v = [[None] * Hkv for _ in range(T)]
-                own = [[matvec(wkv[h * 2 * hd:(h + 1) * 2 * hd], norm[t]) for h in range(Hkv)] for t in range(T)]
+                own = [
+                    [matvec(wkv[h * 2 * hd : (h + 1) * 2 * hd], norm[t]) for h in range(Hkv)]
+                    for t in range(T)
+                ]
                 if c.variant == "kv":
                     depth.append(own)
                 for t in range(T):
@@ -139,8 +146,14 @@ def slow_logits(model, tokens):
                         if c.variant in ("llama", "hc") or r == 0:
                             pair = own[t][h]
                         elif c.variant == "kv":
-                            pair = [sum(w["attn.memory.R"][h][m * Hkv + j] * depth[m][t][j][e]
-                                        for m in range(r + 1) for j in range(Hkv)) for e in range(2 * hd)]
+                            pair = [
+                                sum(
+                                    w["attn.memory.R"][h][m * Hkv + j] * depth[m][t][j][e]
+                                    for m in range(r + 1)
+                                    for j in range(Hkv)
+                                )
+                                for e in range(2 * hd)
+                            ]
                         else:
                             g = w["attn.memory.gain"]
                             if c.variant == "static":
@@ -148,17 +161,19 @@ def slow_logits(model, tokens):
                                 a = keep_top_p(a, c.route_top_p) if c.route_top_p < 1 else a
                             else:
                                 n = rms(depth[r][t], g)
-                                a = softmax(matvec(w["attn.memory.W"][h * (r + 1):(h + 1) * (r + 1)], n))
+                                a = softmax(matvec(w["attn.memory.W"][h * (r + 1) : (h + 1) * (r + 1)], n))
                             past = [rms(depth[m][t], g) for m in range(r + 1)]
                             z = [sum(a[m] * past[m][d] for m in range(r + 1)) for d in range(D)]
-                            pair = matvec(wkv[h * 2 * hd:(h + 1) * 2 * hd], z)
+                            pair = matvec(wkv[h * 2 * hd : (h + 1) * 2 * hd], z)
                         k[t][h], v[t][h] = turn(pair[:hd], t, c.rope_theta), pair[hd:]
                 out = []
                 for t in range(T):
                     q, heads = matvec(w["attn.wq"], norm[t]), []
                     for h in range(H):
-                        qh, j = turn(q[h * hd:(h + 1) * hd], t, c.rope_theta), h * Hkv // H
-                        p = softmax([sum(a * b for a, b in zip(qh, k[u][j])) / math.sqrt(hd) for u in range(t + 1)])
+                        qh, j = turn(q[h * hd : (h + 1) * hd], t, c.rope_theta), h * Hkv // H
+                        p = softmax(
+                            [sum(a * b for a, b in zip(qh, k[u][j])) / math.sqrt(hd) for u in range(t + 1)]
+                        )
                         heads += [sum(p[u] * v[u][j][e] for u in range(t + 1)) for e in range(hd)]
                     out.append(matvec(w["attn.wo"], heads))
             else:
@@ -167,30 +182,47 @@ def slow_logits(model, tokens):
                     n = layernorm(inputs[t]) if c.variant == "hc" else rms(inputs[t], w["mlp.gain"])
                     gate, up = matvec(w["mlp.w1"], n), matvec(w["mlp.w3"], n)
                     out.append(matvec(w["mlp.w2"], [a / (1 + math.exp(-a)) * b for a, b in zip(gate, up)]))
-            x = [[[b * y + s for y, s in zip(out[t], stream)] for b, stream in zip(*rest[t])] for t in range(T)]
+            x = [
+                [[b * y + s for y, s in zip(out[t], stream)] for b, stream in zip(*rest[t])] for t in range(T)
+            ]
     return [matvec(W["embed"], rms([sum(s) for s in zip(*x[t])], W["gain"])) for t in range(T)]
 
 
-@pytest.mark.parametrize("variant, fields", [
-    ("llama", {}), ("llama", dict(n_kv_head=2)), ("static", {}), ("static", dict(route_top_p=0.6)), ("dynamic", {}),
-    ("kv", {}), ("kv", dict(n_kv_head=2)), ("hc", {}), ("hc", dict(hc_dynamic=False, n_kv_head=1)), ("hc", dict(hc_rate=2))])
+@pytest.mark.parametrize(
+    "variant, fields",
+    [
+        ("llama", {}),
+        ("llama", dict(n_kv_head=2)),
+        ("static", {}),
+        ("static", dict(route_top_p=0.6)),
+        ("dynamic", {}),
+        ("kv", {}),
+        ("kv", dict(n_kv_head=2)),
+        ("hc", {}),
+        ("hc", dict(hc_dynamic=False, n_kv_head=1)),
+        ("hc", dict(hc_rate=2)),
+    ],
+)
 def test_equations_as_slow_loops(variant, fields):
-    """Catches any departure from the equations: softmax over the wrong axis, the wrong layer, gain, head or rotation."""
+    """Catches any departure from the equations: a wrong softmax axis, layer, gain, head or rotation."""
     model = toy(variant, **{**SMALL, **dict(n_layer=3, n_embd=8, n_hidden=6, vocab_size=7), **fields})
     idx = ids(2, 5, 7)
     want = torch.tensor([slow_logits(model, row.tolist()) for row in idx], dtype=torch.float64)
     torch.testing.assert_close(model(idx)[0], want, atol=1e-9, rtol=1e-9)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # the authors' numbers
 
+
 def golden_cases():
-    """(name, read): read(key) gives an array of the case. Size C is packed beside this file, others may lie near it."""
+    """(name, read): read(key) gives an array of the case. Size C is packed beside this file."""
     packed = np.load(HERE / "test_lime.npz")
     names = sorted({key.split("|")[0] for key in packed.files})
-    cases = [(name, lambda key, name=name: packed[f"{name}|{key}"] if f"{name}|{key}" in packed.files else None)
-             for name in names]
+    cases = [
+        (name, lambda key, name=name: packed[f"{name}|{key}"] if f"{name}|{key}" in packed.files else None)
+        for name in names
+    ]
     for path in sorted((HERE.parent / "shared" / "golden").glob("*.npz")):
         if path.stem not in names and "start2" not in path.stem:
             cases.append((path.stem, lambda key, z=np.load(path): z[key] if key in z.files else None))
@@ -200,49 +232,86 @@ def golden_cases():
 def golden_config(read):
     case = json.loads(str(read("config")))
     size, extra, name = case["llama"], case["extra"] if "extra" in case else {}, case["case"]
-    variant = next(v for prefix, v in dict(llama="llama", v1_dynamic="dynamic", v1="static", v2="kv", hc="hc").items()
-                   if name.startswith(prefix))
+    variant = next(
+        v
+        for prefix, v in dict(llama="llama", v1_dynamic="dynamic", v1="static", v2="kv", hc="hc").items()
+        if name.startswith(prefix)
+    )
     return lime.Config(
-        variant, size["num_hidden_layers"], size["num_attention_heads"], size["num_key_value_heads"],
-        size["hidden_size"], size["intermediate_size"], size["vocab_size"], size["max_position_embeddings"],
-        route_top_p=(extra.get("top_p") or 1.0), hc_rate=extra.get("rate", 4), hc_dynamic=extra.get("dynamic", True),
-        rope_theta=size["rope_theta"], norm_eps=size["rms_norm_eps"])
+        variant,
+        size["num_hidden_layers"],
+        size["num_attention_heads"],
+        size["num_key_value_heads"],
+        size["hidden_size"],
+        size["intermediate_size"],
+        size["vocab_size"],
+        size["max_position_embeddings"],
+        route_top_p=(extra.get("top_p") or 1.0),
+        hc_rate=extra.get("rate", 4),
+        hc_dynamic=extra.get("dynamic", True),
+        rope_theta=size["rope_theta"],
+        norm_eps=size["rms_norm_eps"],
+    )
 
 
 def ours(read, prefix, cfg):
-    """The authors' tensors (read(prefix + their name)) under our names, in our layouts, for those that exist."""
+    """The authors' tensors, read(prefix + their name), under our names and in our layouts."""
     D, hd, Hkv = cfg.n_embd, cfg.n_embd // cfg.n_head, cfg.n_kv_head
     out = {}
 
     def put(name, value, layout=lambda x: x):
         if value is not None and all(v is not None for v in value):
             out[name] = torch.from_numpy(np.ascontiguousarray(layout(*value)))
+
     put("embed", [read(prefix + "model.embed_tokens.weight")])
     put("gain", [read(prefix + "model.norm.weight")])
     for r in range(cfg.n_layer):
+
         def get(name):
             return [read(f"{prefix}model.layers.{r}.{name}")]
+
         b = f"blocks.{r}."
         for name, theirs in {
-                "attn.gain": "input_layernorm.weight", "mlp.gain": "post_attention_layernorm.weight",
-                "attn.wo": "self_attn.o_proj.weight", "mlp.w1": "mlp.gate_proj.weight",
-                "mlp.w3": "mlp.up_proj.weight", "mlp.w2": "mlp.down_proj.weight",
-                "attn.memory.gain": "input_layernorm_lime.weight", "attn.memory.W": "attention_router.dynamic_proj.0.weight"}.items():
+            "attn.gain": "input_layernorm.weight",
+            "mlp.gain": "post_attention_layernorm.weight",
+            "attn.wo": "self_attn.o_proj.weight",
+            "mlp.w1": "mlp.gate_proj.weight",
+            "mlp.w3": "mlp.up_proj.weight",
+            "mlp.w2": "mlp.down_proj.weight",
+            "attn.memory.gain": "input_layernorm_lime.weight",
+            "attn.memory.W": "attention_router.dynamic_proj.0.weight",
+        }.items():
             put(b + name, get(theirs))
         for theirs in ("q_proj", "q_proj_default"):
             put(b + "attn.wq", get(f"self_attn.{theirs}.weight"))
         for theirs in ("attention_router", "self_attn.lime_router"):
             put(b + "attn.memory.R", get(f"{theirs}.static_weights"))
         for res, theirs in (("res1", "hc_attn"), ("res2", "hc_mlp")):
-            for name, t in dict(A="static_alpha", b="static_beta", Wa="dynamic_alpha_fn", wb="dynamic_beta_fn",
-                                sa="dynamic_alpha_scale", sb="dynamic_beta_scale").items():
+            for name, t in dict(
+                A="static_alpha",
+                b="static_beta",
+                Wa="dynamic_alpha_fn",
+                wb="dynamic_beta_fn",
+                sa="dynamic_alpha_scale",
+                sb="dynamic_beta_scale",
+            ).items():
                 put(b + res + "." + name, get(theirs + "." + t))
-        wkv = b + "attn.memory.wkv"                                  # ours: of each head, hd rows of K and hd of V
-        put(wkv, get("self_attn.k_proj.weight") + get("self_attn.v_proj.weight"), lambda k, v: np.concatenate(
-            (k.reshape(Hkv, hd, D), v.reshape(Hkv, hd, D)), 1).reshape(-1, D))
-        put(wkv, get("self_attn.k_proj_lime.lime_kv_proj") + get("self_attn.v_proj_lime.lime_kv_proj"),
-            lambda k, v: np.concatenate((k[0], v[0]), 2).transpose(0, 2, 1).reshape(-1, D))
-        put(wkv, get("self_attn.kv_proj_weight"), lambda w: w.reshape(2 * hd, Hkv, D).transpose(1, 0, 2).reshape(-1, D))
+        wkv = b + "attn.memory.wkv"  # ours: of each head, hd rows of K and hd of V
+        put(
+            wkv,
+            get("self_attn.k_proj.weight") + get("self_attn.v_proj.weight"),
+            lambda k, v: np.concatenate((k.reshape(Hkv, hd, D), v.reshape(Hkv, hd, D)), 1).reshape(-1, D),
+        )
+        put(
+            wkv,
+            get("self_attn.k_proj_lime.lime_kv_proj") + get("self_attn.v_proj_lime.lime_kv_proj"),
+            lambda k, v: np.concatenate((k[0], v[0]), 2).transpose(0, 2, 1).reshape(-1, D),
+        )
+        put(
+            wkv,
+            get("self_attn.kv_proj_weight"),
+            lambda w: w.reshape(2 * hd, Hkv, D).transpose(1, 0, 2).reshape(-1, D),
+        )
     return out
 
 
@@ -251,10 +320,10 @@ def test_golden_numbers_of_the_authors(name, read):
     """Catches a model, loss or gradient that is not the authors' (or transformers', for llama)."""
     cfg = golden_config(read)
     model = lime.LIMe(cfg)
-    model.load_state_dict(ours(read, "param/", cfg))                 # strict: every parameter of ours has one of theirs
+    model.load_state_dict(ours(read, "param/", cfg))  # strict: every parameter of ours has one of theirs
     logits, loss = model(torch.from_numpy(read("input_ids")), torch.from_numpy(read("targets")))
     loss.backward()
-    loose = 10 if "hc_dynamic" in name else 1                        # float32 alone is off by 2e-5 and 4e-4 there
+    loose = 10 if "hc_dynamic" in name else 1  # float32 alone is off by 2e-5 and 4e-4 there
     assert (logits - torch.from_numpy(read("logits"))).abs().max() < loose * 1e-5
     assert abs(loss.item() - float(read("loss"))) < 1e-6
     grads, mine = ours(read, "grad/", cfg), dict(model.named_parameters())
@@ -267,12 +336,13 @@ def test_golden_numbers_of_the_authors(name, read):
             assert torch.equal(model.blocks[r].attn.memory.weights(None) > 0, kept)
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # identities, causality, cache
+
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_token_sees_the_future(variant):
-    """Catches attention or routing that lets a later token change an earlier one's logits, or ignores an earlier one."""
+    """Catches attention or routing that sees a later token, or ignores an earlier one."""
     model, idx = toy(variant), ids()
     before = model(idx)[0]
     idx[:, 7] = (idx[:, 7] + 1) % 29
@@ -288,7 +358,7 @@ def copy_shared(source, target):
 
 
 def test_static_that_reads_the_last_only_is_llama():
-    """Catches a router that mixes before or after the wrong norm: one-hot on the block's own stream must be llama."""
+    """Catches a router that mixes around the wrong norm: one-hot on the own stream must be llama."""
     llama, static = toy("llama"), toy("static")
     copy_shared(llama, static)
     for block in list(static.blocks)[1:]:
@@ -299,7 +369,7 @@ def test_static_that_reads_the_last_only_is_llama():
 
 @pytest.mark.parametrize("n_kv_head", [4, 2])
 def test_kv_with_identity_router_is_llama(n_kv_head):
-    """Catches a start of R whose identity is in the wrong block, and a `zero` start that is not exactly llama."""
+    """Catches a start of R with the identity in the wrong place, and a `zero` start that is not llama."""
     torch.manual_seed(0)
     llama = lime.LIMe(lime.Config("llama", n_kv_head=n_kv_head, **SMALL))
     torch.manual_seed(0)
@@ -323,21 +393,21 @@ def test_hyper_connection_of_one_static_stream_is_a_residual():
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_cache_changes_nothing(variant):
-    """Catches a cache that drops, shifts or turns a key twice, at every edge of the block, one token or many at a time."""
+    """Catches a cache that drops, shifts or turns a key twice, at every edge of the block."""
     model = toy(variant, n_kv_head=2 if variant in ("llama", "kv", "hc") else 4)
     hd, idx = 4, ids(3)
     for T in (1, 11, 12):
         for steps in ([T], [1] * T, [T // 2, T - T // 2]):
             cache, done, out = torch.empty(4, 2, 3, model.cfg.n_kv_head, 12, hd, dtype=torch.float64), 0, []
             for n in filter(None, steps):
-                out.append(model.hidden(idx[:, done:done + n], cache, done))
+                out.append(model.hidden(idx[:, done : done + n], cache, done))
                 done += n
             torch.testing.assert_close(torch.cat(out, 1), model.hidden(idx[:, :T]), atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_text_is_the_text_without_a_cache(variant):
-    """Catches generation that goes wrong past block_size, in a batch, or from a prompt longer than the block."""
+    """Catches generation that goes wrong past block_size, in a batch, or from a long prompt."""
     model = toy(variant)
     for prompt in (ids(2, 1), ids(2, 15)):
         text = prompt
@@ -354,21 +424,26 @@ def test_draw():
 
     def drawn(*args):
         return lime.draw(logits, *args, generator=g).bincount(minlength=4) / 2000
+
     assert (drawn(1.0) - torch.tensor([0.1, 0.5, 0.15, 0.25])).abs().max() < 0.04
     assert (drawn(0.5) - torch.tensor([0.01, 0.25, 0.0225, 0.0625]) / 0.345).abs().max() < 0.04
     assert drawn(1.0, 2).gt(0).tolist() == [False, True, False, True]
-    assert drawn(1.0, 0, 0.7).gt(0).tolist() == [False, True, False, True]        # the one that crosses 0.7 stays
+    assert drawn(1.0, 0, 0.7).gt(0).tolist() == [False, True, False, True]  # the one that crosses 0.7 stays
     assert drawn(1.0, 0, 1e-6).tolist() == [0, 1, 0, 0] and drawn(0).tolist() == [0, 1, 0, 0]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # routers, start, memory
 
+
 def test_top_p():
-    """Catches pruning that drops the crossing entry, is not renormalised, goes stale, or lets gradient through."""
+    """Catches pruning that drops the crossing entry, is not renormalised, or goes stale."""
     model = toy("static", route_top_p=0.9)
     router = model.blocks[3].attn.memory
-    for p in ([0.6, 0.25, 0.1, 0.05], [0.05, 0.1, 0.25, 0.6]):      # changed in between: recomputed in every forward
+    for p in (
+        [0.6, 0.25, 0.1, 0.05],
+        [0.05, 0.1, 0.25, 0.6],
+    ):  # changed in between: recomputed in every forward
         router.R.data.copy_(torch.tensor(p).log())
         kept = torch.tensor([v > 0.06 for v in p])
         want = torch.where(kept, torch.tensor(p, dtype=torch.float64), 0.0) / 0.95
@@ -382,7 +457,7 @@ def test_top_p():
 
 @pytest.mark.parametrize("kv_init", ["small", "normal"])
 def test_start(kv_init):
-    """Catches a start with the wrong spread anywhere, or that differs between variants of one seed (unpaired runs)."""
+    """Catches a start with the wrong spread, or that differs between variants of one seed."""
     models = {}
     for variant in VARIANTS:
         torch.manual_seed(5)
@@ -407,7 +482,7 @@ def test_start(kv_init):
 
 @pytest.mark.parametrize("variant", ["static", "dynamic", "kv"])
 def test_gradients_in_pieces(variant, monkeypatch):
-    """Catches a hand-written backward that is not the derivative, in one piece or many, or when it runs twice."""
+    """Catches a hand-written backward that is not the derivative, in pieces or when it runs twice."""
     model, loss = toy(variant), None
     params = list(model.parameters())
 
@@ -415,15 +490,16 @@ def test_gradients_in_pieces(variant, monkeypatch):
         loss = model(ids(), ids(seed=2))[1]
         first = torch.autograd.grad(loss, params, retain_graph=twice)
         return torch.autograd.grad(loss, params) if twice else first
+
     whole = grads()
-    monkeypatch.setattr(lime.Mix, "size", 5 * 4 * 16)                # a few tokens a piece, and a rest
+    monkeypatch.setattr(lime.Mix, "size", 5 * 4 * 16)  # a few tokens a piece, and a rest
     pieces, again = grads(), grads(twice=True)
 
-
-    class Plain:                                                     # the compiled path, with autograd's own backward
+    class Plain:  # the compiled path, with autograd's own backward
         def __init__(self, size):
             self.rows = []
             self.append, self.mix = self.rows.append, lambda a, w=None: lime.mix_plain(a, w, *self.rows)
+
     monkeypatch.setattr(lime, "Memory", Plain)
     plain = grads()
     for a, b, c, d in zip(whole, pieces, again, plain):
@@ -431,7 +507,7 @@ def test_gradients_in_pieces(variant, monkeypatch):
             torch.testing.assert_close(a, other, atol=1e-12, rtol=1e-10)
     monkeypatch.undo()
     p = model.blocks[2].attn.memory.R if variant != "dynamic" else model.blocks[2].attn.memory.W
-    with torch.no_grad():                                            # and one number by finite difference
+    with torch.no_grad():  # and one number by finite difference
         ends = []
         for step in (1e-5, -1e-5):
             p[1, 1] += step
@@ -450,9 +526,13 @@ def test_saved_activations_grow_linearly_with_depth(variant):
     """Catches a block that keeps a copy of the memory, or its heads' mixtures, for backward."""
     sizes = {}
     for v in ("llama", variant):
-        sizes[v] = [saved_bytes(lime.LIMe(lime.Config(v, n_layer=L, n_embd=32, n_hidden=64))) for L in (4, 8, 16)]
+        sizes[v] = [
+            saved_bytes(lime.LIMe(lime.Config(v, n_layer=L, n_embd=32, n_hidden=64))) for L in (4, 8, 16)
+        ]
     a, b, c = sizes[variant]
-    routers = 2 * 64 * 4 * 4 * sum(range(9, 17)) if variant == "dynamic" else 0    # a token's weights grow with depth
+    routers = (
+        2 * 64 * 4 * 4 * sum(range(9, 17)) if variant == "dynamic" else 0
+    )  # a token's weights grow with depth
     assert c - b < 2.02 * (b - a) + 2 * routers
     if variant in ("static", "dynamic"):
         extra = c - sizes["llama"][2]
@@ -462,30 +542,42 @@ def test_saved_activations_grow_linearly_with_depth(variant):
 
 def test_counts_of_the_paper():
     """Catches a parameter too many or too few, and a FLOP count off the paper's table 6."""
+
     def paper(variant, **fields):
         with torch.device("meta"):
             return lime.LIMe(lime.Config(variant, **{**lime.PRESETS["paper"], **fields}))
-    want = {("llama",): 1_176_735_744, ("static",): 1_176_770_784, ("dynamic",): 1_185_613_824,
-            ("kv",): 1_176_873_984, ("hc",): 1_177_064_256}
+
+    want = {
+        ("llama",): 1_176_735_744,
+        ("static",): 1_176_770_784,
+        ("dynamic",): 1_185_613_824,
+        ("kv",): 1_176_873_984,
+        ("hc",): 1_177_064_256,
+    }
     for (variant,), n in want.items():
         assert lime.n_params(paper(variant)) == n, variant
     assert lime.n_params(paper("hc", hc_rate=2)) == 1_176_932_672
     assert lime.n_params(paper("hc", hc_dynamic=False)) == 1_176_670_976
     for variant, tera in dict(llama=2.97, static=2.98, dynamic=3.01, hc=2.98).items():
-        assert abs(lime.forward_flops(lime.Config(variant, **lime.PRESETS["paper"]), 2048) / 1e12 - tera) < 0.01
+        assert (
+            abs(lime.forward_flops(lime.Config(variant, **lime.PRESETS["paper"]), 2048) / 1e12 - tera) < 0.01
+        )
 
 
 def test_tables():
     """Catches `python lime.py` failing, or its tables losing a number of the paper."""
     out = subprocess.run([sys.executable, "lime.py"], cwd=HERE, capture_output=True, text=True, timeout=120)
     assert out.returncode == 0 and not out.stderr
-    for word in "1,176,735,744 1,176,770,784 1,185,613,824 1,176,873,984 1,177,064,256 7,936 4,216 0.75%".split():
+    for (
+        word
+    ) in "1,176,735,744 1,176,770,784 1,185,613,824 1,176,873,984 1,177,064,256 7,936 4,216 0.75%".split():
         assert word in out.stdout, word
 
 
 def test_one_graph():
-    """Catches a graph break: torch.compile must make one graph of the whole model, once, and give the same loss."""
+    """Catches a graph break: torch.compile must make one graph of the model, once, with the same loss."""
     from torch._dynamo.testing import CompileCounter
+
     for variant in VARIANTS:
         torch._dynamo.reset()
         counter, model = CompileCounter(), toy(variant)
@@ -529,7 +621,12 @@ def test_trace():
         model, trace = toy(variant), {}
         assert torch.equal(model(ids(), trace=trace)[0], model(ids())[0])
         assert len(trace["hidden"]) == 5 and trace["hidden"][4].shape == (2, 12, 16)
-        assert len(trace["values"]) == len(trace["weights"]) == 4 and trace["values"][1].shape == (2, 4, 12, 4)
+        assert len(trace["values"]) == len(trace["weights"]) == 4 and trace["values"][1].shape == (
+            2,
+            4,
+            12,
+            4,
+        )
         assert trace["weights"][0] is None
         if variant in ("static", "dynamic"):
             assert torch.allclose(trace["weights"][3].sum(-1), torch.ones(1, dtype=torch.float64))
@@ -537,13 +634,29 @@ def test_trace():
     torch.testing.assert_close(last @ model.embed.T, model(ids())[0])
 
 
-@pytest.mark.parametrize("fields", [
-    dict(variant="limo"), dict(n_layer=0), dict(n_head=3), dict(n_embd=20), dict(n_kv_head=3), dict(n_kv_head=-1),
-    dict(variant="static", n_kv_head=2), dict(variant="dynamic", n_kv_head=1), dict(route_top_p=0), dict(route_top_p=1.1),
-    dict(route_top_p=float("nan")), dict(variant="llama", route_top_p=0.5), dict(kv_init="big"), dict(hc_rate=0),
-    dict(rope_theta=-1), dict(norm_eps=float("nan"))])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(variant="limo"),
+        dict(n_layer=0),
+        dict(n_head=3),
+        dict(n_embd=20),
+        dict(n_kv_head=3),
+        dict(n_kv_head=-1),
+        dict(variant="static", n_kv_head=2),
+        dict(variant="dynamic", n_kv_head=1),
+        dict(route_top_p=0),
+        dict(route_top_p=1.1),
+        dict(route_top_p=float("nan")),
+        dict(variant="llama", route_top_p=0.5),
+        dict(kv_init="big"),
+        dict(hc_rate=0),
+        dict(rope_theta=-1),
+        dict(norm_eps=float("nan")),
+    ],
+)
 def test_unfit_sizes_are_refused(fields):
-    """Catches sizes that would fail deep inside, or silently do something else, instead of one line that names them."""
+    """Catches sizes that fail deep inside, or do something else, instead of one line that names them."""
     with pytest.raises(ValueError, match="expected|which only") as e:
         lime.LIMe(lime.Config(**{**SMALL, **fields}))
     assert "\n" not in str(e.value) and any(name in str(e.value) for name in fields)
@@ -569,8 +682,7 @@ def test_deep_models_learn(variant):
 def test_deep_preset_takes_twenty_steps(variant):
     """Catches the preset of 128 blocks failing to build, to step, or to go down in 20 steps."""
     torch.manual_seed(0)
-    model = lime.LIMe(
-        replace(lime.Config(variant, **lime.PRESETS["deep128"]), vocab_size=257))
+    model = lime.LIMe(replace(lime.Config(variant, **lime.PRESETS["deep128"]), vocab_size=257))
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-4), []
     for _ in range(20):
         loss = model(ids(1, 16, 257), ids(1, 16, 257, seed=3))[1]
@@ -582,11 +694,13 @@ def test_deep_preset_takes_twenty_steps(variant):
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# -----------------------------------------------------------------------------------------------------------
 # train.py and sample.py
 
-TINY = ("--n_layer=2 --n_embd=16 --n_head=2 --n_hidden=24 --block_size=16 --batch_size=2 --max_iters=6 "
-        "--warmup_iters=2 --eval_interval=3 --eval_iters=2 --log_interval=1 --device=cpu").split()
+TINY = (
+    "--n_layer=2 --n_embd=16 --n_head=2 --n_hidden=24 --block_size=16 --batch_size=2 --max_iters=6 "
+    "--warmup_iters=2 --eval_interval=3 --eval_iters=2 --log_interval=1 --device=cpu"
+).split()
 
 
 @pytest.fixture(scope="session")
@@ -607,6 +721,7 @@ def fit(text_set, tmp_path, monkeypatch, capsys):
     def run(out, *flags, stop=()):
         train.main([*TINY, f"--dataset={text_set}", f"--out_dir={out}", *flags], stop)
         return tmp_path / out
+
     return run
 
 
@@ -627,18 +742,29 @@ def test_train_and_sample(variant, fit, capsys):
     """Catches a run that makes too many updates, forgets a file, or can't be sampled from."""
     run = fit("out/run", f"--variant={variant}")
     assert {p.name for p in run.iterdir()} == {"ckpt.pt", "best.pt", "log.jsonl"}
-    assert [x["step"] for x in lines(run, "eval")] == [0, 3, 6] and [x["step"] for x in lines(run, "train")] == list(range(1, 7))
+    assert [x["step"] for x in lines(run, "eval")] == [0, 3, 6] and [
+        x["step"] for x in lines(run, "train")
+    ] == list(range(1, 7))
     assert lines(run, "eval")[-1]["loss"] < lines(run, "eval")[0]["loss"]
     ckpt = torch.load(run / "ckpt.pt", weights_only=True)
-    assert {int(s["step"]) for s in ckpt["optimizer"]["state"].values()} == {6} and ckpt["tokenizer"] == "bytes"
+    assert {int(s["step"]) for s in ckpt["optimizer"]["state"].values()} == {6} and ckpt[
+        "tokenizer"
+    ] == "bytes"
     capsys.readouterr()
     texts = []
-    for flags in ([], ["--temperature=0"], ["--start=caf\u00e9 ", "--top_k=0"], ["--start=" + "x" * 40, "--num_samples=2"]):
+    for flags in (
+        [],
+        ["--temperature=0"],
+        ["--start=caf\u00e9 ", "--top_k=0"],
+        ["--start=" + "x" * 40, "--num_samples=2"],
+    ):
         for _ in range(2):
             sample.main(["--max_new_tokens=20", "--device=cpu", *flags])
             texts.append(capsys.readouterr())
-        assert texts[-1].out == texts[-2].out                        # the same seed, the same text
-    assert "the last 16" in texts[-1].err and texts[-1].out.startswith("x" * 40) and "tokens/s" in texts[-1].err
+        assert texts[-1].out == texts[-2].out  # the same seed, the same text
+    assert (
+        "the last 16" in texts[-1].err and texts[-1].out.startswith("x" * 40) and "tokens/s" in texts[-1].err
+    )
     assert texts[4].out.startswith("caf\u00e9 ")
 
 
@@ -647,18 +773,27 @@ def test_sample_streams_whole_characters(fit, capsys, monkeypatch):
     fit("out/first"), fit("out/second")
     os.utime("out/first/ckpt.pt", (1, 1))
     capsys.readouterr()
-    monkeypatch.setattr(lime.LIMe, "generate", lambda self, *a: iter(torch.tensor(
-        [[b] for b in "caf\u00e9 \u4f60".encode()] + [[256], [65]])))
+    monkeypatch.setattr(
+        lime.LIMe,
+        "generate",
+        lambda self, *a: iter(torch.tensor([[b] for b in "caf\u00e9 \u4f60".encode()] + [[256], [65]])),
+    )
     sample.main(["--start=a "])
     out = capsys.readouterr()
     assert out.out == "a caf\u00e9 \u4f60\n" and "second" in out.err
 
 
 def test_data_order_and_evaluation_are_fixed(fit, monkeypatch):
-    """Catches batches that change with the variant or with evaluation, and windows that change between runs."""
+    """Catches batches that change with variant or evaluation, and windows that change between runs."""
     seen, real = [], train.batch
-    monkeypatch.setattr(train, "batch", lambda split, starts, *a: (seen.append(
-        (len(split), tuple(map(int, starts)))), real(split, starts, *a))[1])
+    monkeypatch.setattr(
+        train,
+        "batch",
+        lambda split, starts, *a: (
+            seen.append((len(split), tuple(map(int, starts)))),
+            real(split, starts, *a),
+        )[1],
+    )
     fit("a")
     first, _ = seen[:], seen.clear()
     fit("b", "--variant=dynamic", "--eval_interval=2", "--seed=1")
@@ -702,19 +837,22 @@ def test_schedule():
         assert all(0 < train.schedule(i, replace(s, warmup_iters=warmup)) <= 1 for i in range(100))
 
 
-@pytest.mark.parametrize("variant, flags", [*((v, []) for v in VARIANTS), ("static", ["--gradient_accumulation_steps=2"])])
+@pytest.mark.parametrize(
+    "variant, flags", [*((v, []) for v in VARIANTS), ("static", ["--gradient_accumulation_steps=2"])]
+)
 def test_resume_is_exact(variant, flags, fit):
     """Catches a resumed run that differs from an unbroken one in any bit, or logs a line twice."""
     flags = [f"--variant={variant}", *flags]
     whole = fit("whole", *flags)
 
-    class At(list):                                                  # a signal that arrives in the fourth update
+    class At(list):  # a signal that arrives in the fourth update
         def __len__(self):
             self.asked = getattr(self, "asked", 0) + 1
             return int(self.asked >= 4)
 
         def __getitem__(self, i):
             return 15
+
     with pytest.raises(SystemExit) as e:
         fit("broken", *flags, stop=At())
     broken = Path("broken")
@@ -722,18 +860,25 @@ def test_resume_is_exact(variant, flags, fit):
     train.main(["--resume", "--out_dir=broken", "--eval_interval=2"])
     a, b = torch.load(whole / "ckpt.pt")["model"], torch.load(broken / "ckpt.pt")["model"]
     assert all(torch.equal(a[k], b[k]) for k in a)
-    assert [(x["step"], x["loss"]) for x in lines(whole, "train")] == [(x["step"], x["loss"]) for x in lines(broken, "train")]
+    assert [(x["step"], x["loss"]) for x in lines(whole, "train")] == [
+        (x["step"], x["loss"]) for x in lines(broken, "train")
+    ]
     assert [x["step"] for x in lines(broken, "eval")] == [0, 3, 4, 6]
     before = {p: p.stat().st_mtime_ns for p in broken.iterdir()}
-    train.main(["--resume", "--out_dir=broken"])                     # finished: says so, writes nothing
+    train.main(["--resume", "--out_dir=broken"])  # finished: says so, writes nothing
     assert before == {p: p.stat().st_mtime_ns for p in broken.iterdir()}
 
 
 def test_resume_refuses_other_settings(fit, capsys, text_set):
-    """Catches flags that are ignored on resume, a run that is overwritten, or other data taken for the same."""
+    """Catches flags that are ignored on resume, and a run that is overwritten."""
     run = fit("run")
     before = {p: p.stat().st_mtime_ns for p in run.iterdir()}
-    refused(capsys, lambda: train.main(["--resume", "--out_dir=run", "--seed=2", "--n_layer=3"]), "--seed=2", "--n_layer=3")
+    refused(
+        capsys,
+        lambda: train.main(["--resume", "--out_dir=run", "--seed=2", "--n_layer=3"]),
+        "--seed=2",
+        "--n_layer=3",
+    )
     refused(capsys, lambda: fit("run"), "holds a run", "--resume")
     refused(capsys, lambda: train.main(["--resume", "--out_dir=nothing"]), "nothing", "not there")
     assert before == {p: p.stat().st_mtime_ns for p in run.iterdir()}
@@ -747,6 +892,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(fit, capsys, monkeypatch):
         forward.calls += torch.is_grad_enabled()
         logits, loss = real(self, idx, targets, trace)
         return logits, loss * float("nan") if forward.calls == 5 else loss
+
     forward.calls = 0
     monkeypatch.setattr(lime.LIMe, "forward", forward)
     refused(capsys, lambda: fit("run"), "update 5", "learning rate")
@@ -755,17 +901,24 @@ def test_a_loss_that_is_not_finite_stops_the_run(fit, capsys, monkeypatch):
 
 
 def test_a_checkpoint_can_do_no_harm(fit, capsys, tmp_path):
-    """Catches code run from a file, and a damaged, foreign or unfit checkpoint that is loaded or ends in a traceback."""
+    """Catches code run from a file, and a damaged or unfit checkpoint that is loaded or crashes."""
     run = fit("run")
     good = (run / "ckpt.pt").read_bytes()
 
     class Hostile:
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "harm"),)
+
     state = torch.load(run / "ckpt.pt")
     cases = [good[:1000], b"", good[:5000] + b"XXXX" + good[5004:]]
-    for bad in (dict(state, extra=Hostile()), dict(state, format=2), {}, dict(state, config=dict(state["config"], n_embd=32)),
-                dict(state, model={}), dict(state, settings=dict(state["settings"], seed="1"))):
+    for bad in (
+        dict(state, extra=Hostile()),
+        dict(state, format=2),
+        {},
+        dict(state, config=dict(state["config"], n_embd=32)),
+        dict(state, model={}),
+        dict(state, settings=dict(state["settings"], seed="1")),
+    ):
         torch.save(bad, "bad.pt")
         cases.append(Path("bad.pt").read_bytes())
     for data in cases:
@@ -783,20 +936,37 @@ def test_a_failed_save_leaves_the_old_checkpoint(fit, capsys, monkeypatch):
 
     def full(*args):
         raise OSError(28, "No space left on device")
+
     monkeypatch.setattr(os, "fsync", full)
     refused(capsys, lambda: train.save(run / "ckpt.pt", {"x": torch.zeros(9)}), "ckpt.pt", "No space", "kept")
     assert (run / "ckpt.pt").read_bytes() == good and len(list(run.iterdir())) == 3
 
 
-@pytest.mark.parametrize("program, flags, words", [
-    (train, "--lerning_rate=1", "did you mean --learning_rate"), (train, "--max_iters=-1", "--max_iters=-1"),
-    (train, "--max_iters=x", "invalid int"), (train, "--compile=maybe", "neither true nor false"),
-    (train, "--beta2=1", "--beta2"), (train, "--learning_rate=nan", "--learning_rate"), (train, "--device=tpu", "tpu"),
-    (train, "--device=cpu --dtype=float16", "float16"), (train, "--preset=huge", "tiny"),
-    (train, "--variant=limo", "llama, static"), (train, "--dataset=nowhere", "nowhere"), (train, "--n_head=3", "n_embd"),
-    (train, "--variant=static --n_kv_head=2", "mixture"), (train, "--block_size=100000", "100000"),
-    (sample, "--temperature=-1", "temperature"), (sample, "--temperature=nan", "temperature"), (sample, "--top_p=0", "top_p"),
-    (sample, "--top_k=-1", "top_k"), (sample, "--start=FILE:none", "none"), (sample, "--max_new_tokens=0", "max_new_tokens")])
+@pytest.mark.parametrize(
+    "program, flags, words",
+    [
+        (train, "--lerning_rate=1", "did you mean --learning_rate"),
+        (train, "--max_iters=-1", "--max_iters=-1"),
+        (train, "--max_iters=x", "invalid int"),
+        (train, "--compile=maybe", "neither true nor false"),
+        (train, "--beta2=1", "--beta2"),
+        (train, "--learning_rate=nan", "--learning_rate"),
+        (train, "--device=tpu", "tpu"),
+        (train, "--device=cpu --dtype=float16", "float16"),
+        (train, "--preset=huge", "tiny"),
+        (train, "--variant=limo", "llama, static"),
+        (train, "--dataset=nowhere", "nowhere"),
+        (train, "--n_head=3", "n_embd"),
+        (train, "--variant=static --n_kv_head=2", "mixture"),
+        (train, "--block_size=100000", "100000"),
+        (sample, "--temperature=-1", "temperature"),
+        (sample, "--temperature=nan", "temperature"),
+        (sample, "--top_p=0", "top_p"),
+        (sample, "--top_k=-1", "top_k"),
+        (sample, "--start=FILE:none", "none"),
+        (sample, "--max_new_tokens=0", "max_new_tokens"),
+    ],
+)
 def test_bad_flags_are_one_line(program, flags, words, text_set, tmp_path, monkeypatch, capsys):
     """Catches a bare traceback, a flag taken for another, or a folder made before the check."""
     monkeypatch.chdir(tmp_path)
@@ -808,8 +978,15 @@ def test_bad_flags_are_one_line(program, flags, words, text_set, tmp_path, monke
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_stopped_processes_go_on(number, text_set, tmp_path):
-    """Catches a stop that saves nothing or has the wrong exit status, and a kill after which the run is lost."""
-    argv = [sys.executable, HERE / "train.py", *TINY, f"--dataset={text_set}", "--out_dir=run", "--max_iters=100000"]
+    """Catches a stop that saves nothing or has the wrong exit status, and a kill that loses the run."""
+    argv = [
+        sys.executable,
+        HERE / "train.py",
+        *TINY,
+        f"--dataset={text_set}",
+        "--out_dir=run",
+        "--max_iters=100000",
+    ]
     process = subprocess.Popen(argv, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while "step     20/" not in (process.stdout.readline() or "step     20/"):
         pass
@@ -818,8 +995,12 @@ def test_stopped_processes_go_on(number, text_set, tmp_path):
     assert process.returncode == (128 + number if number != signal.SIGKILL else -number), err
     step = torch.load(tmp_path / "run" / "ckpt.pt")["step"]
     assert step >= 18 and ("Traceback" not in err) and (number == signal.SIGKILL or f"step {step}" in err)
-    done = subprocess.run([*argv[:2], "--resume", "--out_dir=run", f"--max_iters={step + 5}"], cwd=tmp_path,
-                          capture_output=True, text=True)
+    done = subprocess.run(
+        [*argv[:2], "--resume", "--out_dir=run", f"--max_iters={step + 5}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     steps = [x["step"] for x in lines(tmp_path / "run", "train")]
     assert steps == sorted(set(steps)) and steps[-1] == step + 5
@@ -829,10 +1010,17 @@ def test_stopped_processes_go_on(number, text_set, tmp_path):
 def test_two_processes_equal_one(text_set, tmp_path):
     """Catches a global batch, a loss or a writer that changes with the number of processes."""
     flags = [*TINY, f"--dataset={text_set}", "--gradient_accumulation_steps=2"]
-    for name, start in (("one", [sys.executable]), ("two", [
-            sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29555"])):
-        done = subprocess.run([*start, HERE / "train.py", *flags, f"--out_dir={name}"], cwd=tmp_path, capture_output=True,
-                              text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for name, start in (
+        ("one", [sys.executable]),
+        ("two", [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29555"]),
+    ):
+        done = subprocess.run(
+            [*start, HERE / "train.py", *flags, f"--out_dir={name}"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         assert done.returncode == 0, done.stderr
     one, two = lines(tmp_path / "one", "train"), lines(tmp_path / "two", "train")
     assert len(one) == len(two) == 6 and all(abs(a["loss"] - b["loss"]) < 1e-5 for a, b in zip(one, two))
@@ -858,11 +1046,15 @@ def test_random_damage_to_a_checkpoint(fit, capsys):
             have = train.load_run(run / "ckpt.pt")
         except UserError:
             continue
-        assert all(torch.equal(have["model"][k], v) for k, v in want["model"].items()) and have["step"] == want["step"]
+        assert (
+            all(torch.equal(have["model"][k], v) for k, v in want["model"].items())
+            and have["step"] == want["step"]
+        )
 
 
 # -----------------------------------------------------------------------------------------------------------
 # data/prepare.py
+
 
 def write_bin(path, tokens):
     path.write_bytes(prepare.header(len(tokens)) + np.array(tokens, "<u2").tobytes())
@@ -913,8 +1105,14 @@ def gpt2():
         pytest.skip("needs gpt2's vocabulary in TIKTOKEN_CACHE_DIR")
 
 
-TEXTS = ["plain words", "caf\u00e9 \u4f60\u597d \U0001F600 \u0301", "a\r\nb\rc\n\n\n  d\t",
-         "<|endoftext|> as text", "", " "]
+TEXTS = [
+    "plain words",
+    "caf\u00e9 \u4f60\u597d \U0001f600 \u0301",
+    "a\r\nb\rc\n\n\n  d\t",
+    "<|endoftext|> as text",
+    "",
+    " ",
+]
 
 
 def test_data_bytes_tokenizer_is_utf8():
@@ -935,7 +1133,7 @@ def test_data_pieces_keep_gpt2_tokens(gpt2, monkeypatch):
     spaces = [" ", " ", "  ", "\n", "\r\n", "\u00a0", "\u2003", "\t", "    \n\n  "]
     for block in (7, 61, 1000, 100_000):
         text = "".join(rng.choice(words) + rng.choice(spaces) for _ in range(3000))
-        got = list(prepare.pieces(text[i:i + block] for i in range(0, len(text), block)))
+        got = list(prepare.pieces(text[i : i + block] for i in range(0, len(text), block)))
         assert "".join(got) == text and len(got) > 200
         assert [i for piece in got for i in gpt2.encode_ordinary(piece)] == gpt2.encode_ordinary(text)
 
@@ -966,14 +1164,14 @@ def test_data_documents_and_separators(tmp_path, capsys):
 
 def test_data_text_is_kept_exactly(tmp_path):
     """Catches line ends converted, a byte order mark kept, or a character cut between two blocks."""
-    text = "\u4f60\r\n" + "\u00e9\U0001F600 \r" * 250_000
+    text = "\u4f60\r\n" + "\u00e9\U0001f600 \r" * 250_000
     assert make(tmp_path, b"\xef\xbb\xbf" + text.encode()) == 0
     assert bytes(all_tokens(tmp_path)[1:]) == text.encode()
 
 
 def test_data_gpt2_roundtrip(tmp_path, gpt2):
     """Catches gpt2 files that do not decode to the text, and bytes of a split that are not its own."""
-    text = "Hello <|endoftext|> world, caf\u00e9 \U0001F600.\n" * 50
+    text = "Hello <|endoftext|> world, caf\u00e9 \U0001f600.\n" * 50
     assert make(tmp_path, text, "--tokenizer=gpt2") == 0
     tokens = all_tokens(tmp_path)
     assert tokens[0] == 50256 and 50256 not in tokens[1:] and gpt2.decode(tokens[1:]) == text
@@ -990,8 +1188,8 @@ def test_data_split_sizes(tmp_path, n, n_val):
     assert command([str(write_bin(tmp_path / "x.bin", tokens)), f"--data_dir={tmp_path}"]) == 0
     data = prepare.load("x", 1, tmp_path)
     assert (len(data.train), len(data.val)) == (n - n_val, n_val)
-    assert data.val.window(0, n_val).tolist() == tokens[n - n_val:].tolist()
-    assert data.train.window(n - n_val - 5, 5).tolist() == tokens[n - n_val - 5:n - n_val].tolist()
+    assert data.val.window(0, n_val).tolist() == tokens[n - n_val :].tolist()
+    assert data.train.window(n - n_val - 5, 5).tolist() == tokens[n - n_val - 5 : n - n_val].tolist()
 
 
 def test_data_local_shard_as_it_is(tmp_path, capsys):
@@ -1043,11 +1241,20 @@ def test_data_bad_input_is_one_line(tmp_path, monkeypatch, capsys, case):
     (tmp_path / "folder").mkdir()
     good = prepare.header(100) + bytes(200)
     for name, content in {
-            "good.txt": b"good " * 50, "good.bin": good, "cut.bin": good[:-2], "magic.bin": b"\0" + good[1:],
-            "odd.bin": good + b"1", "tiny.bin": good[:5], "empty.txt": b"", "short.txt": b"ab",
-            "latin.txt": b"a\nb\ncaf\xe9 " + b"c" * 50, "torn.txt": b"a" * 50 + b"\n\xc3",
-            "bad.jsonl": b'{"text": "a"}\n{"text": \n', "field.jsonl": b'\n{"text": "a"}\n{"txt": "a"}\n',
-            "list.jsonl": b'["text"]\n'}.items():
+        "good.txt": b"good " * 50,
+        "good.bin": good,
+        "cut.bin": good[:-2],
+        "magic.bin": b"\0" + good[1:],
+        "odd.bin": good + b"1",
+        "tiny.bin": good[:5],
+        "empty.txt": b"",
+        "short.txt": b"ab",
+        "latin.txt": b"a\nb\ncaf\xe9 " + b"c" * 50,
+        "torn.txt": b"a" * 50 + b"\n\xc3",
+        "bad.jsonl": b'{"text": "a"}\n{"text": \n',
+        "field.jsonl": b'\n{"text": "a"}\n{"txt": "a"}\n',
+        "list.jsonl": b'["text"]\n',
+    }.items():
         (tmp_path / name).write_bytes(content)
     before = sorted(tmp_path.rglob("*"))
     args, expected = BAD[case]
@@ -1083,6 +1290,7 @@ def test_data_failure_keeps_what_was_there(tmp_path, monkeypatch, capsys):
 
     def full(*args):
         raise OSError(28, "No space left on device")
+
     for name in ("fsync", "replace"):
         with monkeypatch.context() as patch:
             patch.setattr(prepare.os, name, full)
@@ -1109,6 +1317,7 @@ def test_data_killed_between_renames_is_noticed(tmp_path, monkeypatch):
         if done:
             raise KeyboardInterrupt
         done.append(real(source, target))
+
     monkeypatch.setattr(prepare.os, "replace", killed)
     assert make(tmp_path, "other text " * 20) == 130
     with pytest.raises(UserError, match="SHA-256"):
@@ -1143,14 +1352,16 @@ def test_data_window_reads_the_right_tokens(tmp_path):
         def seek(self, position):
             real.seek(position)
             time.sleep(0.0005)
+
     split.file = SlowFile()
 
     def read(seed):
         rng = random.Random(seed)
         for _ in range(100):
             start = rng.randrange(39_900)
-            if not np.array_equal(split.window(start, 100), tokens[start:start + 100]):
+            if not np.array_equal(split.window(start, 100), tokens[start : start + 100]):
                 wrong.append(start)
+
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
     [thread.start() for thread in threads], [thread.join() for thread in threads]
     split.file = real
@@ -1245,13 +1456,15 @@ def test_data_memory_stays_flat(tmp_path):
     """Catches memory that grows with the tokens prepared or the windows read."""
     if not os.path.exists("/proc/self/status"):
         pytest.skip("needs /proc")
-    code = ("import sys; from data import prepare; import numpy as np\n"
-            "def rss(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
-            "folder = sys.argv[1]; start = rss()\n"
-            "command([folder + '/big.txt', '--tokenizer=bytes', '--data_dir=' + folder])\n"
-            "train = prepare.load('big', 8, folder).train\n"
-            "for i in np.random.default_rng(0).integers(0, len(train) - 256, 20_000): train.window(i, 256)\n"
-            "print((rss() - start) // 1024)\n")
+    code = (
+        "import sys; from data import prepare; import numpy as np\n"
+        "def rss(): return int(open('/proc/self/status').read().split('VmHWM:')[1].split()[0])\n"
+        "folder = sys.argv[1]; start = rss()\n"
+        "prepare.main([folder + '/big.txt', '--tokenizer=bytes', '--data_dir=' + folder])\n"
+        "train = prepare.load('big', 8, folder).train\n"
+        "for i in np.random.default_rng(0).integers(0, len(train) - 256, 20_000): train.window(i, 256)\n"
+        "print((rss() - start) // 1024)\n"
+    )
     (tmp_path / "big.txt").write_bytes(b"a few words of text " * 2_000_000)  # 40 MB; as a list 320 MB
     root = os.path.dirname(os.path.dirname(os.path.abspath(prepare.__file__)))
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -1293,6 +1506,7 @@ class Shard:
                 number = len(shard.requests)
                 shard.requests.append((self.path, dict(self.headers)))
                 shard.answer(self, shard.behaviour[min(number, len(shard.behaviour) - 1)])
+
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
@@ -1306,7 +1520,7 @@ class Shard:
             handler.end_headers()
             return
         first, last = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers["Range"]).groups())
-        body, total = self.raw[first:last + 1], len(self.raw)
+        body, total = self.raw[first : last + 1], len(self.raw)
         if how == "page":  # as a hotel's login page does
             body = b"<html>please log in</html>"
         elif how == "whole":
@@ -1319,7 +1533,7 @@ class Shard:
             handler.send_header("Content-Range", f"bytes {start}-{last}/{total + (how == 'total')}")
         handler.send_header("Content-Length", str(len(body) + 100 * (how == "long")))
         handler.end_headers()
-        handler.wfile.write(body[:len(body) // 2] if how in ("cut", "stall") else body)
+        handler.wfile.write(body[: len(body) // 2] if how in ("cut", "stall") else body)
         if how == "stall":
             handler.wfile.flush()
             time.sleep(5)
@@ -1349,10 +1563,22 @@ def folder_files(folder):
     return sorted(path.name for path in folder.glob("fineweb_edu/*"))
 
 
-@pytest.mark.parametrize("behaviour, requests", [
-    (["good"], 1), (["cut", "cut", "good"], 3), (["stall", "good"], 2), (["429", "good"], 2),
-    (["503", "good"], 2), (["408", "good"], 2), (["long", "good"], 2), (["whole"], 1), (["cut", "whole"], 2),
-    (["shifted", "total", "good"], 3), (["page", "good"], 2)])
+@pytest.mark.parametrize(
+    "behaviour, requests",
+    [
+        (["good"], 1),
+        (["cut", "cut", "good"], 3),
+        (["stall", "good"], 2),
+        (["429", "good"], 2),
+        (["503", "good"], 2),
+        (["408", "good"], 2),
+        (["long", "good"], 2),
+        (["whole"], 1),
+        (["cut", "whole"], 2),
+        (["shifted", "total", "good"], 3),
+        (["page", "good"], 2),
+    ],
+)
 def test_data_download_survives(tmp_path, shard, capsys, behaviour, requests):
     """Catches a break, stall, rate limit or lying server that ends a download or puts wrong bytes into it."""
     shard.behaviour, began = behaviour, time.monotonic()
@@ -1361,8 +1587,11 @@ def test_data_download_survives(tmp_path, shard, capsys, behaviour, requests):
     assert time.monotonic() - began < 4  # a stall is not waited out
     assert len(shard.requests) == requests and folder_files(tmp_path) == sorted(prepare.FILES)
     path, headers = shard.requests[0]
-    assert path == ("/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main/"
-                    "edu_fineweb_train_000004.bin") and headers["Authorization"] == "Bearer secret"
+    assert (
+        path
+        == ("/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main/edu_fineweb_train_000004.bin")
+        and headers["Authorization"] == "Bearer secret"
+    )
     assert np.array(all_tokens(tmp_path, "fineweb_edu"), "<u2").tobytes() == shard.raw[1024:]
     out = capsys.readouterr().out
     assert "ODC-By" in out and prepare.load("fineweb_edu", 8, tmp_path).meta["bytes"]["val"] is None
@@ -1370,10 +1599,18 @@ def test_data_download_survives(tmp_path, shard, capsys, behaviour, requests):
     assert "prepared already" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("behaviour, requests, message", [
-    ("500", 5, "HTTP status 500"), ("404", 1, "HTTP status 404"), ("401", 1, "HTTP status 401"),
-    ("shifted", 5, "other bytes"), ("total", 5, "other bytes"), ("damaged", 1, "SHA-256"),
-    ("page", 5, "other bytes")])
+@pytest.mark.parametrize(
+    "behaviour, requests, message",
+    [
+        ("500", 5, "HTTP status 500"),
+        ("404", 1, "HTTP status 404"),
+        ("401", 1, "HTTP status 401"),
+        ("shifted", 5, "other bytes"),
+        ("total", 5, "other bytes"),
+        ("damaged", 1, "SHA-256"),
+        ("page", 5, "other bytes"),
+    ],
+)
 def test_data_download_gives_up(tmp_path, shard, capsys, behaviour, requests, message):
     """Catches endless or hopeless tries, a wrong file kept, and errors without URL and reason."""
     shard.behaviour = [behaviour]
@@ -1409,7 +1646,7 @@ def test_data_download_front_only(tmp_path, shard):
         assert fetch(tmp_path, f"--tokens={tokens}") == 0
         assert shard.requests[-1][1]["Range"] == f"bytes=0-{1023 + 2 * tokens}"
         got = np.array(all_tokens(tmp_path, "fineweb_edu"), "<u2").tobytes()
-        assert got == shard.raw[1024:1024 + 2 * tokens]
+        assert got == shard.raw[1024 : 1024 + 2 * tokens]
     part = tmp_path / "fineweb_edu" / "edu_fineweb_train_000004.bin.part"
     part.write_bytes(shard.raw[:9000])  # an earlier run wanted more
     assert fetch(tmp_path, "--tokens=100") == 0 and len(all_tokens(tmp_path, "fineweb_edu")) == 100
@@ -1431,6 +1668,7 @@ def test_data_gpt2_offline_names_the_files(tmp_path, monkeypatch):
     """Catches a traceback when gpt2's vocabulary is not on the machine, and a request without a timeout."""
     import requests
     import tiktoken.registry
+
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(tiktoken.registry, "ENCODINGS", {})
     waits = []
@@ -1438,6 +1676,7 @@ def test_data_gpt2_offline_names_the_files(tmp_path, monkeypatch):
     def offline(url, timeout=None):
         waits.append(timeout)
         raise requests.ConnectionError("offline")
+
     monkeypatch.setattr(requests, "get", offline)
     with pytest.raises(UserError) as error:
         prepare.get_tokenizer("gpt2")

@@ -371,8 +371,8 @@ def main(argv, stop=()):
         norm = torch.nn.utils.clip_grad_norm_(raw.parameters(), s.grad_clip or math.inf).item()
         loss, rate = total[0].item(), optimizer.param_groups[0]["lr"]
         if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
-            raise UserError(f"loss {loss}, gradient norm {norm} in update {step + 1}, learning rate {rate:.2g}"
-                            f": stopped before it; {out / 'ckpt.pt'} is from before; lower --learning_rate")
+            raise UserError(f"loss {loss}, gradient norm {norm} in update {step + 1}, learning rate "
+                            f"{rate:.2g}: stopped before it; {out / 'ckpt.pt'} is from before; lower --learning_rate")
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -549,7 +549,7 @@ def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse for every program: no abbreviations, one line for an error, the nearest flag for a mistyped one."""
+    """argparse for every program: no abbreviations, an error is one line and names the nearest flag."""
 
     def __init__(self, **kwargs):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **kwargs)
@@ -560,12 +560,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}{f' (did you mean {near[0]}?)' if near else ''}\n")
 
     def add_fields(self, cls):
-        """A flag for every field of a dataclass: its type, its default, and as help its comment in the source."""
+        """A flag for every field of a dataclass, with its type and default; its comment is the help."""
         notes = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(cls), re.M))
         for field in fields(cls):
-            kind = {"nargs": "?", "const": True, "type": boolean} if field.type is bool else {"type": field.type}
-            self.add_argument("--" + field.name, default=field.default, metavar=field.type.__name__.upper(), **kind,
-                              help=notes[field.name].replace("%", "%%") + " [%(default)s]")
+            kind = {"type": boolean, "nargs": "?", "const": True} if field.type is bool else {"type": field.type}
+            self.add_argument("--" + field.name, default=field.default, metavar=field.type.__name__.upper(),
+                              **kind, help=notes[field.name].replace("%", "%%") + " [%(default)s]")
 
 
 def boolean(text):
