@@ -929,6 +929,13 @@ def test_a_checkpoint_can_do_no_harm(fit, capsys, tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
+def test_a_run_folder_that_is_a_file(fit, capsys, tmp_path):
+    """Catches a bare traceback, or a file that is overwritten, where the run's folder should be."""
+    (tmp_path / "file").write_text("mine")
+    refused(capsys, lambda: fit("file"), "file", "--out_dir")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_a_failed_save_leaves_the_old_checkpoint(fit, capsys, monkeypatch):
     """Catches a full disk that destroys the checkpoint before, or leaves a stray file."""
     run = fit("run")

@@ -317,7 +317,10 @@ def main(argv, stop=()):
     if world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
     if rank == 0:
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise UserError(f"the run's folder {out} can't be made: {e.strerror}; take another --out_dir") from None
         flops = 6 * lime.forward_flops(cfg, cfg.block_size) // cfg.block_size
         head = dict(kind="resume" if ckpt else "run", step=step0, settings=run["settings"],
                     config=run["config"], device=str(device), dtype=str(dtype), parameters=lime.n_params(raw),
@@ -372,7 +375,7 @@ def main(argv, stop=()):
         loss, rate = total[0].item(), optimizer.param_groups[0]["lr"]
         if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
             raise UserError(f"loss {loss}, gradient norm {norm} in update {step + 1}, learning rate "
-                            f"{rate:.2g}: stopped before it; {out / 'ckpt.pt'} is from before; lower --learning_rate")
+                            f"{rate:.2g}: stopped; {out / 'ckpt.pt'} is from before; lower --learning_rate")
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
