@@ -46,7 +46,7 @@ def read_start(start):
     if not start.startswith("FILE:"):
         return start
     try:
-        return Path(start[5:]).read_text("utf-8")
+        return Path(start[5:]).read_bytes().decode("utf-8")             # line ends stay, as in training
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "not a UTF-8 text"
         raise UserError(f"--start={start}: {reason}") from None
@@ -68,7 +68,10 @@ def main(argv):
     if encoding.n_vocab > model.cfg.vocab_size:
         raise UserError(f"{path}: {model.cfg.vocab_size} ids, fewer than tokenizer {run['tokenizer']} has")
 
-    prompt = [encoding.eot_token] + encoding.encode_ordinary(text)      # every document of the data begins so
+    prompt = [encoding.eot_token]                                       # every document of the data begins so
+    for piece in prepare.pieces([text]):                                # or a long run of one letter is slow
+        prompt += encoding.encode_ordinary(piece)
+    temperature = s.temperature if s.temperature > 1e-4 else 0          # dividing by less overflows
     notes = [f"{path}: {model.cfg.variant}, step {run['step']}, {device}"]
     if not text:
         notes.append("no --start: from the beginning of a document")
@@ -82,7 +85,7 @@ def main(argv):
         print("-" * 40 + "\n" if i else "", end="")
         print(text, end="", flush=True)
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may span tokens
-        for token in model.generate(torch.tensor([prompt], device=device), s.max_new_tokens, s.temperature,
+        for token in model.generate(torch.tensor([prompt], device=device), s.max_new_tokens, temperature,
                                     s.top_k, s.top_p, generator, encoding.n_vocab):
             made += 1
             if token.item() == encoding.eot_token:
