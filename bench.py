@@ -289,7 +289,8 @@ def tables():
         with torch.device("meta"):
             n = lime.n_params(lime.LIMe(cfg))
         t = lime.forward_flops(cfg, T) / 1e12
-        base, t0 = (n, t) if variant == "llama" else (base, t0)
+        if variant == "llama":
+            base, t0 = n, t
         name = " ".join([variant, *(f"{k}={v}" for k, v in fields_.items())])
         print(
             f"{name:<22}{n:>15,} {'(' + theirs + ')':>10}  {n / base - 1:>+10.3%}{t:>9.3f} "

@@ -160,8 +160,8 @@ class KeyValue(Pair):
 class Memory:
     """The depth memory of one forward pass: rows (S, B*T, F) in the order written, in one buffer.
     No block copies them or keeps its mixture for backward (see Mix): training's memory is linear in depth."""
-    def __init__(self, size):
-        self.size, self.used, self.rows, self.new, self.last = size, 0, None, [], None
+    def __init__(self, n_layer):
+        self.n_layer, self.used, self.rows, self.new, self.last = n_layer, 0, None, [], None
 
     def append(self, new):                           # (s, B*T, F); the next mix puts it into the buffer
         self.new.append(new)
@@ -175,7 +175,7 @@ class Memory:
             return mix_plain(a, w, *self.new)
         device, new = a.device.type, self.new
         if self.rows is None:                                # float32 also where autocast makes bfloat16
-            self.rows = a.new_empty(self.size, *new[0].shape[1:])
+            self.rows = a.new_empty(self.n_layer * len(new[0]), *new[0].shape[1:])
         if w is not None and torch.is_autocast_enabled(device):
             w = w.to(torch.get_autocast_dtype(device))       # mix in float32, project in bfloat16
         with torch.autocast(device, enabled=False):
@@ -392,7 +392,7 @@ class LIMe(nn.Module):
     def hidden(self, idx, cache=None, start=0, trace=None):
         """The last stream, normalised, (B, T, D). With a cache, idx are the tokens from position start on."""
         rope = self.cos[start:start + idx.shape[1]], self.sin[start:start + idx.shape[1]]
-        memory = Memory(self.cfg.n_layer * (self.cfg.n_kv_head if self.cfg.variant == "kv" else 1))
+        memory = Memory(self.cfg.n_layer)
         residual = VARIANTS[self.cfg.variant][2]
         x = residual.expand(F.embedding(idx, self.embed), self.cfg)
         for r, block in enumerate(self.blocks):
@@ -442,8 +442,8 @@ def draw(logits, temperature=1, top_k=0, top_p=1, generator=None):
     logits = logits.float().cpu()
     if temperature == 0:
         return logits.argmax(-1)
-    logits, order = (logits / temperature).sort(-1, descending=True)
-    p = logits.softmax(-1)
+    logits, order = logits.sort(-1, descending=True)
+    p = ((logits - logits[:, :1]) / temperature).softmax(-1)  # at most 0: no temperature overflows
     out = p.cumsum(-1) - p >= top_p                                      # never the first
     if top_k:
         out[:, top_k:] = True
@@ -457,7 +457,7 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, n, w, targets, train):
-        total, ctx.grads = n.new_zeros(()), None
+        total = n.new_zeros(())
         dn, dw = (torch.empty_like(n), torch.zeros_like(w)) if train else (None, None)
         rows = max(1, 8 * Loss.size // len(w))
         for c in (slice(i, i + rows) for i in range(0, len(n), rows)):

@@ -5,8 +5,6 @@ Continue a text with a trained model: the newest run under out/, or another.
     python sample.py --out_dir=out/dynamic --start=FILE:prompt.txt --temperature=0
 """
 import codecs
-import math
-import os
 import sys
 import time
 from dataclasses import dataclass
@@ -71,7 +69,6 @@ def main(argv):
     prompt = [encoding.eot_token]                                       # every document of the data begins so
     for piece in prepare.pieces([text]):                                # or a long run of one letter is slow
         prompt += encoding.encode_ordinary(piece)
-    temperature = s.temperature if s.temperature > 1e-4 else 0          # dividing by less overflows
     notes = [f"{path}: {model.cfg.variant}, step {run['step']}, {device}"]
     if not text:
         notes.append("no --start: from the beginning of a document")
@@ -85,7 +82,7 @@ def main(argv):
         print("-" * 40 + "\n" if i else "", end="")
         print(text, end="", flush=True)
         utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a character may span tokens
-        for token in model.generate(torch.tensor([prompt], device=device), s.max_new_tokens, temperature,
+        for token in model.generate(torch.tensor([prompt], device=device), s.max_new_tokens, s.temperature,
                                     s.top_k, s.top_p, generator, encoding.n_vocab):
             made += 1
             if token.item() == encoding.eot_token:

@@ -488,7 +488,7 @@ def test_start(kv_init):
 @pytest.mark.parametrize("variant", ["static", "dynamic", "kv"])
 def test_gradients_in_pieces(variant, monkeypatch):
     """Catches a hand-written backward that is not the derivative, in pieces or when it runs twice."""
-    model, loss = toy(variant), None
+    model = toy(variant)
     params = list(model.parameters())
 
     def grads(twice=False):

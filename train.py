@@ -71,7 +71,6 @@ CONTENT = dict(format=int, step=int, best=float, skipped=int, tokenizer=str, dat
                settings=dict, model=dict)      # of a checkpoint; ckpt.pt has optimizer and scaler as well
 
 
-
 # ------------------------------------------------------------------------------------------------------------
 # settings
 
@@ -293,13 +292,14 @@ def main(argv, stop=()):
     s, cfg, ckpt = parse(argv)
     step0 = ckpt["step"] if ckpt else 0
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    say = print if rank == 0 else lambda *args, **kwargs: None
     device, dtype = pick_device(s.device, s.dtype)
     if s.gradient_accumulation_steps % world:
         raise UserError(f"--gradient_accumulation_steps={s.gradient_accumulation_steps}, expected a multiple "
                         f"of the {world} processes")
     if ckpt and step0 >= s.max_iters:
-        return say(f"{s.out_dir} is already at step {step0} of {s.max_iters}")
+        if rank == 0:
+            print(f"{s.out_dir} is already at step {step0} of {s.max_iters}")
+        return
     if s.dataset == "pydocs" and rank == 0:
         print("Data: the documentation inside Python. For better text: python data/prepare.py fineweb_edu")
         if "pydocs" not in prepare.prepared():

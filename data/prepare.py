@@ -58,7 +58,7 @@ TRIES, BACKOFF, TIMEOUT = 5, 1.0, (10, 30)  # waits of 1, 2, 4, 8 s; seconds to 
 
 
 class UserError(Exception):
-    """Something is wrong with the data; the message is one line that says what, where and what to do."""
+    """Something the user can mend; the message is one line that says what, where and what to do."""
 
     def __str__(self):
         return " ".join(super().__str__().split())
