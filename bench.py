@@ -23,8 +23,7 @@ import torch
 import lime
 from data import prepare
 from data.prepare import UserError
-from train import pick_device
-
+from runs import pick_device
 
 @dataclass
 class Settings:
@@ -41,11 +40,22 @@ class Settings:
     seed: int = 1  # of weights and tokens
     peak_of: str = ""  # (internal: two steps of one variant)
 
+# ---- counts ---------------------------------------------------------------------------------------------
+def n_params(model):
+    """Parameters; the embedding, which is the head as well, counts once."""
+    return sum(p.numel() for p in model.parameters())
 
-# -----------------------------------------------------------------------------------------------------------
-# memory
+def forward_flops(cfg, T):
+    """Multiply-adds of one sequence of T tokens as table 6 counts: matrix products, mixtures, for attention
+    4 H T^2 hd + 3 H T^2; embedding, norms and gates 0."""
+    L, H, D, Hkv, R = cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.n_kv_head or cfg.n_head, cfg.hc_rate
+    hd, S = D // H, L * (L + 1) // 2 - 1                     # S: representations that all blocks >= 1 read
+    token = {"llama": 0, "static": H * S * D, "dynamic": 2 * H * S * D, "kv": 2 * Hkv * Hkv * S * hd,
+             "hc": 2 * L * D * (R * (R + 2) * cfg.hc_dynamic + R * (R + 2))}[cfg.variant]
+    token += cfg.vocab_size * D + L * (2 * D * D + 2 * D * Hkv * hd + 3 * D * cfg.n_hidden)
+    return token * T + L * H * T * T * (4 * hd + 3)
 
-
+# ---- memory ---------------------------------------------------------------------------------------------
 def saved_bytes(model, idx):
     """Bytes that a forward pass keeps for backward, parameters apart: what autograd saves, each storage once,
     and the rows of the depth memory, which lime.Mix holds itself."""
@@ -69,7 +79,6 @@ def saved_bytes(model, idx):
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     return sum(size for at, size in seen.items() if at not in weights)
 
-
 def peak_mb(device):
     """Peak memory so far, MB: the GPU's, or the process'."""
     if device.type == "cuda":
@@ -80,11 +89,7 @@ def peak_mb(device):
     except OSError:
         return float("nan")
 
-
-# -----------------------------------------------------------------------------------------------------------
-# time
-
-
+# ---- time -----------------------------------------------------------------------------------------------
 class Runner:
     """A model, its optimizer, and one training step in three timed parts."""
 
@@ -147,7 +152,6 @@ class Runner:
         out["prompt"] = cfg.block_size / (self.clock() - start)
         return out
 
-
 def matrix_rate(device, dtype):
     """FLOP/s of a large matrix product here: the best of ten."""
     n = 1024 if device.type == "cpu" else 8192
@@ -157,7 +161,6 @@ def matrix_rate(device, dtype):
         (a @ a)[0, 0].item()
         best = max(best, 2 * n**3 / (time.perf_counter() - start))
     return best
-
 
 def main(argv):
     parser = prepare.Parser(description=__doc__)
@@ -217,7 +220,7 @@ def main(argv):
             tokens_per_s=1e3 * x.numel() / step,
         )
         if runner.name != "hf":
-            flops = 6 * s.batch_size * lime.forward_flops(replace(cfg, variant=runner.name), cfg.block_size)
+            flops = 6 * s.batch_size * forward_flops(replace(cfg, variant=runner.name), cfg.block_size)
             row["mfu"] = flops / (step / 1e3) / rate
             row["kept_mb"] = saved_bytes(runner.model, x) / 2**20
             row.update(runner.generation(min(s.generate, cfg.block_size)) if s.generate else {})
@@ -248,11 +251,7 @@ def main(argv):
                 indent=1,
             )
 
-
-# -----------------------------------------------------------------------------------------------------------
-# the paper's tables
-
-
+# ---- the paper's tables ---------------------------------------------------------------------------------
 def tables():
     """Tables 4 and 6 (parameters, FLOPs, memory) at the paper's 1.2B size and table 5 (pruning), theirs and
     ours. No weights are allocated there; what training keeps is measured at a small size and scaled."""
@@ -287,8 +286,8 @@ def tables():
     for variant, fields_, theirs, flops in rows:
         cfg = replace(paper, variant=variant, **fields_)
         with torch.device("meta"):
-            n = lime.n_params(lime.LIMe(cfg))
-        t = lime.forward_flops(cfg, T) / 1e12
+            n = n_params(lime.LIMe(cfg))
+        t = forward_flops(cfg, T) / 1e12
         if variant == "llama":
             base, t0 = n, t
         name = " ".join([variant, *(f"{k}={v}" for k, v in fields_.items())])
@@ -333,7 +332,6 @@ def tables():
             f"{weights:>7,}, {pruned:>6,} ({pruned / weights:.0%})"
         )
     print("The paper's counts are 16 L(L-1)/2; blocks 1..L-1 with r+1 weights a head have 8 (L(L+1)/2 - 1).")
-
 
 if __name__ == "__main__":
     prepare.run(lambda: main(sys.argv[1:]))

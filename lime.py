@@ -1,5 +1,4 @@
-"""
-LIMe in one file: a LLaMA whose attention heads read a learned mixture of all earlier layers' representations.
+"""LIMe in one file: a LLaMA whose attention heads read a learned mixture of all earlier layers.
 
 A block of a plain Transformer sees only what the block before it left, and late layers make distinct tokens
 alike. LIMe (Layer-Integrated Memory, arXiv 2502.09245) keeps the stream that entered every block so far and
@@ -16,7 +15,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
-
 
 @dataclass
 class Config:
@@ -36,31 +34,25 @@ class Config:
     rope_theta: float = 10000.0   # base of the rotary embedding's wavelengths
     norm_eps: float = 1e-6        # RMSNorm adds it to the mean square
 
-
 def normalise(x, eps):
     """RMSNorm without its gain, n = x / rms(x). The gain belongs to whoever reads n."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-
 
 def project(n, w, g):
     """(n * g) @ w.T, with the norm's gain g (D,) multiplied into the smaller of n (..., D) and w (out, D)."""
     return F.linear(n * g, w) if n.numel() < w.numel() else F.linear(n, w * g)
 
-
-# -----------------------------------------------------------------------------------------------------------
-# LIMe: what a block writes into the depth memory, and what its heads read from it
-
+# ---- LIMe: what a block writes into the depth memory, and what its heads read from it -------------------
 class Own(nn.Module):
     """LLaMA: keys and values from the block's own stream. The other variants replace one or both of
 
         write(n, g, memory)  what the block adds to the memory: n = x_r / rms(x_r), (B, T, D), g its gain
         read(memory, g)      its keys and values side by side, (B, Hkv, T, 2 hd), before rotation
-    """
+    The rows of wkv: hd for K of the first head, hd for its V, then the next head's."""
     def __init__(self, cfg, r):
         super().__init__()
         self.cfg, self.r = cfg, r
         self.wkv = nn.Parameter(torch.empty(cfg.n_kv_head * 2 * cfg.n_embd // cfg.n_head, cfg.n_embd))
-        # rows of wkv: hd of the first head's K, hd of its V, then the next head's
 
     def write(self, n, g, memory):
         memory.last = n
@@ -69,15 +61,14 @@ class Own(nn.Module):
         return project(memory.last, self.wkv, g).unflatten(-1, (self.cfg.n_kv_head, -1)).transpose(1, 2)
 
     def weights(self, n):
-        """What the router chose for n; None without one."""
-
+        """The router's choice for n: its table, if there is one."""
+        return getattr(self, "R", None)
 
 class Stream(Own):
     """Block 0 of static and dynamic: reads itself, and writes its stream for the blocks above."""
     def write(self, n, g, memory):
         memory.last = n
-        memory.append(n.flatten(0, 1)[None])                         # one row (1, B*T, D)
-
+        memory.new.append(n.flatten(0, 1)[None])                     # one row (1, B*T, D)
 
 class Static(Stream):
     """LIMe v1, static router: a table R (H, r+1). A head mixes streams with the same weights for all tokens:
@@ -106,7 +97,6 @@ class Static(Stream):
         n, w = memory.last, (self.wkv * self.gain).unflatten(0, (self.cfg.n_head, -1))       # w (H, 2 hd, D)
         return memory.mix(self.weights(n), w).unflatten(1, n.shape[:2]).transpose(0, 1)
 
-
 class Dynamic(Static):
     """LIMe v1, dynamic router: the same, with weights of each token's own, from a linear map W of its stream:
 
@@ -123,17 +113,15 @@ class Dynamic(Static):
         with torch.autocast(n.device.type, enabled=False):
             return project(n, self.W, self.gain).view(-1, self.cfg.n_head, self.r + 1).softmax(-1)
 
-
 class Pair(Own):
     """Block 0 of kv: reads its own keys and values, and writes them for the blocks above."""
     def write(self, n, g, memory):
         memory.last = n
         memory.last = Own.read(self, memory, g)                      # (B, Hkv, T, 2 hd)
-        memory.append(memory.last.transpose(0, 1).flatten(1, 2))     # Hkv rows (Hkv, B*T, 2 hd)
+        memory.new.append(memory.last.transpose(0, 1).flatten(1, 2)) # Hkv rows (Hkv, B*T, 2 hd)
 
     def read(self, memory, g):
         return memory.last
-
 
 class KeyValue(Pair):
     """LIMe v2: keys and values are signed sums, no softmax, of those of all heads of all blocks so far:
@@ -148,76 +136,64 @@ class KeyValue(Pair):
         b = math.sqrt(3 / S) if self.cfg.router_init == "uniform" else 0.0
         self.R.uniform_(-b, b)[:, S - Hkv:] = torch.eye(Hkv)         # identity on the block's own heads
 
-    def weights(self, n):
-        """R (Hkv, (r+1) Hkv), signed."""
-        return self.R
-
     def read(self, memory, g):
-        B, _, T, _ = memory.last.shape
-        return memory.mix(self.weights(None)).unflatten(1, (B, T)).transpose(0, 1)
+        return memory.mix(self.R).unflatten(1, memory.last.shape[::2]).transpose(0, 1)       # ::2: (B, T)
 
+PIECE = 2 ** 20                                              # numbers; about what a processor's cache holds
+def pieces(n, width, size):
+    """Slices of n rows, width numbers each, that hold about `size` numbers."""
+    step = max(1, size // width)
+    return [slice(i, i + step) for i in range(0, n, step)]
+
+def mixture(a, x):
+    """z_h = sum_m a_hm x_m, (H, N, D), of x (S, N, D); a (H, S) or, of each token's own, (N, H, S)."""
+    return torch.einsum("hs,snd->hnd" if a.ndim == 2 else "nhs,snd->hnd", a, x)
+
+def mix_plain(a, w, *new):
+    """Memory.mix as one would write it: the whole mixture at once."""
+    z = mixture(a, torch.cat(new).to(a.dtype))
+    return z if w is None else z.to(w.dtype) @ w.mT
 
 class Memory:
     """The depth memory of one forward pass: rows (S, B*T, F) in the order written, in one buffer.
     No block copies them or keeps its mixture for backward (see Mix): training's memory is linear in depth."""
     def __init__(self, n_layer):
-        self.n_layer, self.used, self.rows, self.new, self.last = n_layer, 0, None, [], None
-
-    def append(self, new):                           # (s, B*T, F); the next mix puts it into the buffer
-        self.new.append(new)
+        self.n_layer, self.used, self.rows, self.last = n_layer, 0, None, None
+        self.new = []                                        # written, not yet in rows
 
     def mix(self, a, w=None):
-        """z_h = sum_m a[h, m] rows[m], (H, B*T, F), for a (H, S), or of each token's own (B*T, H, S); with
-        w (H, out, F) projected as well: z_h w_h^T, (H, B*T, out)."""
+        """Mixtures z (H, B*T, F) of all rows with weights a (see mixture). With w (H, out, F) they are
+        projected as well, z_h w_h^T: (H, B*T, out)."""
         if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
             return checkpoint(mix_plain, a, w, *self.new, use_reentrant=False)
-        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # for a token, the fewest operations
+        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # a token: the fewest operations
             return mix_plain(a, w, *self.new)
-        device, new = a.device.type, self.new
-        if self.rows is None:                                # float32 also where autocast makes bfloat16
-            self.rows = a.new_empty(self.n_layer * len(new[0]), *new[0].shape[1:])
+        new, device = torch.cat(self.new).to(a.dtype), a.device.type     # float32 also under autocast
+        if self.rows is None:
+            self.rows = a.new_empty(self.n_layer * len(self.new[0]), *new.shape[1:])
         if w is not None and torch.is_autocast_enabled(device):
             w = w.to(torch.get_autocast_dtype(device))       # mix in float32, project in bfloat16
         with torch.autocast(device, enabled=False):
-            self.rows, out = Mix.apply(self.rows, self.used, a, w, *new)
-        self.used, self.new = self.used + sum(map(len, new)), []
+            self.rows, out = Mix.apply(self.rows, self.used, a, w, new)
+        self.used, self.new = self.used + len(new), []
         return out
-
-
-def mix_plain(a, w, *rows):
-    """Memory.mix as one would write it: the whole mixture at once."""
-    z = torch.einsum("hs,snf->hnf" if a.ndim == 2 else "nhs,snf->hnf", a, torch.cat(rows).to(a.dtype))
-    return z if w is None else torch.einsum("hnf,hof->hno", z, w.to(z.dtype))
-
 
 class Mix(torch.autograd.Function):
     """mix_plain on pieces of the tokens that fit the processor's cache. Backward makes each piece again,
     instead of keeping it, and adds to the gradient of all rows, one buffer too."""
-    size = 2 ** 19                                           # numbers in a piece of the mixture
-
     @staticmethod
-    def pieces(rows, a, S):
-        n = max(1, Mix.size // (a.shape[-2] * rows.shape[-1]))
-        for c in (slice(i, i + n) for i in range(0, rows.shape[1], n)):
-            x = rows[:S, c]                                  # (S, c, F); a for each token (c, H, S)
-            yield c, x, a[c] if a.ndim == 3 else a.expand(x.shape[1], -1, -1)
-
-    @staticmethod
-    def forward(ctx, rows, S, a, w, *new):
-        ctx.new = []
-        for x in new:
-            ctx.new.append((slice(S, S + len(x)), x.dtype))
-            rows[S:S + len(x)] = x
-            S += len(x)
+    def forward(ctx, rows, S, a, w, new):
+        ctx.new = slice(S, S := S + len(new))
+        rows[ctx.new] = new
         ctx.rows, ctx.S = rows.detach(), S                   # not saved by autograd: later blocks write
         ctx.save_for_backward(a, w)
         ctx.mark_dirty(rows)
         ctx.set_materialize_grads(False)
-        H, (_, N, width) = a.shape[-2], rows.shape
-        out = rows.new_empty(H, N, width) if w is None else w.new_empty(H, N, w.shape[1])
-        for c, x, ac in Mix.pieces(rows, a, S):
-            z = torch.bmm(ac, x.transpose(0, 1)).transpose(0, 1)         # (H, c, F)
-            out[:, c] = z if w is None else z.to(w.dtype) @ w.transpose(1, 2)
+        H, (_, N, D) = a.shape[-2], rows.shape
+        out = a.new_empty(H, N, D) if w is None else w.new_empty(H, N, w.shape[1])
+        for c in pieces(N, H * D, PIECE):
+            z = mixture(a if a.ndim == 2 else a[c], rows[:S, c])
+            out[:, c] = z if w is None else z.to(w.dtype) @ w.mT
         return rows, out
 
     @staticmethod
@@ -225,30 +201,23 @@ class Mix(torch.autograd.Function):
         (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.S
         grad = torch.zeros_like(rows) if grad is None else grad          # None: the last block that reads
         da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
-        for c, x, ac in Mix.pieces(rows, a, S):
-            dz = dout[:, c]
+        for c in pieces(rows.shape[1], a.shape[-2] * rows.shape[2], PIECE):
+            x, ac, dz = rows[:S, c], a if a.ndim == 2 else a[c], dout[:, c]
             if w is not None:
-                z = torch.bmm(ac, x.transpose(0, 1)).transpose(0, 1)
-                dw += dz.transpose(1, 2) @ z.to(w.dtype)
-                dz = dz @ w
+                dw += dz.mT @ mixture(ac, x).to(w.dtype)
+                dz = (dz @ w).to(a.dtype)
             if a.ndim == 2:
-                dz = dz.to(a.dtype).flatten(1)
-                da.addmm_(dz, x.flatten(1).T)
-                grad[:S, c].flatten(1).addmm_(a.T, dz)
+                da.addmm_(dz.flatten(1), x.flatten(1).T)
+                grad[:S, c].flatten(1).addmm_(a.T, dz.flatten(1))
             else:
-                dz = dz.to(a.dtype).transpose(0, 1)                      # (c, H, F)
-                da[c] = torch.bmm(dz, x.permute(1, 2, 0))
-                grad[:S, c] += torch.bmm(ac.transpose(1, 2), dz).transpose(0, 1)
-        return grad, None, da, dw, *(grad[span].to(dtype) for span, dtype in ctx.new)
+                da[c] = torch.einsum("hnd,snd->nhs", dz, x)
+                grad[:S, c] += torch.einsum("nhs,hnd->snd", ac, dz)
+        return grad, None, da, dw, grad[ctx.new]
 
-
-# -----------------------------------------------------------------------------------------------------------
-# the residual stream: LLaMA's, and that of the paper's other baseline
-
+# ---- the residual stream: LLaMA's, and that of the paper's other baseline -------------------------------
 class Residual(nn.Module):
     """x + f(norm(x)); f multiplies by the norm's gain."""
     gain = True
-
     def __init__(self, cfg, r):
         super().__init__()
         self.cfg = cfg
@@ -259,14 +228,12 @@ class Residual(nn.Module):
     expand = staticmethod(lambda x, cfg: x)                  # streams from the embedding
     collapse = staticmethod(lambda x: x)                     # one stream again, (B, T, D)
 
-
 class HyperConnection(Residual):
     """Hyper-Connections (arXiv 2409.19606): R streams h (B, T, R, D). norm is LayerNorm without gain:
 
         alpha = A + s_a tanh(norm(h) W_a)   (R, R+1)      beta = b + s_b tanh(norm(h) w_b)   (R)
         m = alpha^T h   (R+1, D)                          h = beta f(norm(m_0)) + m_1..R"""
     gain = False
-
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
         R, D = cfg.hc_rate, cfg.n_embd
@@ -288,7 +255,6 @@ class HyperConnection(Residual):
     expand = staticmethod(lambda x, cfg: x[..., None, :].repeat(1, 1, cfg.hc_rate, 1))
     collapse = staticmethod(lambda h: h.sum(-2))
 
-
 VARIANTS = {  # memory of block 0, memory of the blocks above, residual
     "llama":   (Own, Own, Residual),
     "static":  (Stream, Static, Residual),
@@ -297,15 +263,11 @@ VARIANTS = {  # memory of block 0, memory of the blocks above, residual
     "hc":      (Own, Own, HyperConnection),
 }
 
-
-# -----------------------------------------------------------------------------------------------------------
-# the block
-
+# ---- the block ------------------------------------------------------------------------------------------
 def rotate(x, cos, sin):
     """Rotary position embedding of x (..., T, hd): features i and i + hd/2 turn with the position."""
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
-
 
 class Attention(nn.Module):
     """Causal attention. What its keys and values are made of is the memory's business alone."""
@@ -334,19 +296,16 @@ class Attention(nn.Module):
                                            is_causal=T > 1 and mask is None, enable_gqa=k.shape[1] != self.H)
         return F.linear(y.transpose(1, 2).flatten(2), self.wo)
 
-
 class MLP(nn.Module):
     """SwiGLU: (silu(n w1) * (n w3)) w2."""
     def __init__(self, cfg):
         super().__init__()
         D, M = cfg.n_embd, cfg.n_hidden
         self.gain = nn.Parameter(torch.ones(D)) if VARIANTS[cfg.variant][2].gain else 1.0
-        self.w1, self.w3 = nn.Parameter(torch.empty(M, D)), nn.Parameter(torch.empty(M, D))
-        self.w2 = nn.Parameter(torch.empty(D, M))
+        self.w1, self.w3, self.w2 = (nn.Parameter(torch.empty(s)) for s in ((M, D), (M, D), (D, M)))
 
     def forward(self, n):
         return F.linear(F.silu(project(n, self.w1, self.gain)) * project(n, self.w3, self.gain), self.w2)
-
 
 class Block(nn.Module):
     """Attention, then the MLP, each around the residual."""
@@ -359,10 +318,7 @@ class Block(nn.Module):
     def forward(self, x, *args):
         return self.res2(self.res1(x, lambda n: self.attn(n, *args)), self.mlp)
 
-
-# -----------------------------------------------------------------------------------------------------------
-# the model
-
+# ---- the model ------------------------------------------------------------------------------------------
 class LIMe(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -373,8 +329,7 @@ class LIMe(nn.Module):
         self.gain = nn.Parameter(torch.ones(cfg.n_embd))
         hd = cfg.n_embd // cfg.n_head
         angle = torch.outer(torch.arange(cfg.block_size), cfg.rope_theta ** (torch.arange(0, hd, 2) / -hd))
-        self.register_buffer("cos", angle.cos(), persistent=False)
-        self.register_buffer("sin", angle.sin(), persistent=False)
+        self.register_buffer("rope", torch.stack((angle.cos(), angle.sin())), persistent=False)
         self.init_weights()
 
     @torch.no_grad()
@@ -391,8 +346,7 @@ class LIMe(nn.Module):
 
     def hidden(self, idx, cache=None, start=0, trace=None):
         """The last stream, normalised, (B, T, D). With a cache, idx are the tokens from position start on."""
-        rope = self.cos[start:start + idx.shape[1]], self.sin[start:start + idx.shape[1]]
-        memory = Memory(self.cfg.n_layer)
+        rope, memory = self.rope[:, start:start + idx.shape[1]], Memory(self.cfg.n_layer)
         residual = VARIANTS[self.cfg.variant][2]
         x = residual.expand(F.embedding(idx, self.embed), self.cfg)
         for r, block in enumerate(self.blocks):
@@ -405,14 +359,12 @@ class LIMe(nn.Module):
         return normalise(x, self.cfg.norm_eps)
 
     def forward(self, idx, targets=None, trace=None):
-        """(logits, loss) of ids idx (B, T): logits (B, T, V); mean cross-entropy with targets (B, T), nats,
-        or None. With targets, logits of more than Loss.size numbers are never made whole: (None, loss).
-        A dict as trace receives lists over the blocks: `hidden`, the streams x_0..x_L (B, T, D); `values`
-        (B, Hkv, T, hd); `weights`, as the routers' weights() say."""
-        n, compiling = self.hidden(idx, trace=trace), torch.compiler.is_compiling()
-        if targets is not None and not compiling and targets.numel() * len(self.embed) > Loss.size:
-            n, w = n.flatten(0, 1), self.embed * self.gain
-            return None, Loss.apply(n, w, targets.flatten(), torch.is_grad_enabled())
+        """(logits, loss) of ids idx (B, T): logits (B, T, V), None beside a loss if they are more than PIECE;
+        mean cross-entropy with targets (B, T), nats, or None. A dict as trace receives lists over
+        the blocks: `hidden`, x_0..x_L (B, T, D); `values` (B, Hkv, T, hd); `weights`, as weights() says."""
+        n = self.hidden(idx, trace=trace)
+        if targets is not None and not torch.compiler.is_compiling() and idx.numel() * len(self.embed) > PIECE:
+            return None, Loss.apply(n.flatten(0, 1), self.embed * self.gain, targets.flatten())
         logits = project(n, self.embed, self.gain)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -423,18 +375,15 @@ class LIMe(nn.Module):
         token costs a pass over the last block_size tokens, as their positions shift."""
         cfg, S = self.cfg, self.cfg.block_size
         cache = self.embed.new_empty(cfg.n_layer, 2, len(idx), cfg.n_kv_head, S, cfg.n_embd // cfg.n_head)
-        idx = new = idx[:, -S:]
-        start = 0
+        new, start = idx[:, -S:], 0
         for _ in range(max_new_tokens):
             logits = project(self.hidden(new, cache, start)[:, -1], self.embed, self.gain)[:, :n_vocab]
             token = draw(logits, temperature, top_k, top_p, generator).to(idx.device)
             yield token
-            start += new.shape[1]
-            new = token[:, None]
+            start, new = start + new.shape[1], token[:, None]
             idx = torch.cat((idx, new), 1)[:, -S:]
             if start == S:
                 new, start = idx, 0
-
 
 def draw(logits, temperature=1, top_k=0, top_p=1, generator=None):
     """One token (B,) from logits (B, V), on the CPU: a seed gives one text on all devices. temperature 0: the
@@ -445,42 +394,30 @@ def draw(logits, temperature=1, top_k=0, top_p=1, generator=None):
     logits, order = logits.sort(-1, descending=True)
     p = ((logits - logits[:, :1]) / temperature).softmax(-1)  # at most 0: no temperature overflows
     out = p.cumsum(-1) - p >= top_p                                      # never the first
-    if top_k:
-        out[:, top_k:] = True
+    out[:, top_k or logits.shape[1]:] = True
     return order.gather(-1, torch.multinomial(p.masked_fill(out, 0), 1, generator=generator))[:, 0]
-
 
 class Loss(torch.autograd.Function):
     """Mean cross-entropy of the logits n w^T with targets, n (N, D), w (V, D). Logits are made in pieces, and
     gradients while a piece is there; backward only scales them."""
-    size = 2 ** 20                                                       # more logits than that use it
-
     @staticmethod
-    def forward(ctx, n, w, targets, train):
-        total = n.new_zeros(())
-        dn, dw = (torch.empty_like(n), torch.zeros_like(w)) if train else (None, None)
-        rows = max(1, 8 * Loss.size // len(w))
-        for c in (slice(i, i + rows) for i in range(0, len(n), rows)):
-            logits = (n[c] @ w.T).float()
-            lse, t = logits.logsumexp(-1, keepdim=True), targets[c, None]
-            total += (lse - logits.gather(1, t)).sum() / len(n)
+    def forward(ctx, n, w, targets):
+        total, train = 0, ctx.needs_input_grad[0]
+        ctx.grads = dn, dw = (torch.empty_like(n), torch.zeros_like(w)) if train else (None, None)
+        for c in pieces(len(n), len(w), 8 * PIECE):
+            t, p = targets[c, None], (n[c] @ w.T).to(n.dtype).log_softmax(-1)
+            total = total - p.gather(1, t).sum()
             if train:
-                p = logits.sub_(lse).exp_()
-                p.scatter_add_(1, t, -torch.ones_like(lse)).div_(len(n))
+                p.exp_().scatter_add_(1, t, -torch.ones_like(t, dtype=p.dtype))      # d loss / d logits
                 dn[c] = p @ w
                 dw += p.T @ n[c]
-        ctx.grads = dn, dw
-        return total
+        return total / len(n)
 
     @staticmethod
     def backward(ctx, dloss):
-        dn, dw = ctx.grads
-        return dn * dloss, dw * dloss, None, None
+        return *(grad * (dloss / len(ctx.grads[0])) for grad in ctx.grads), None
 
-
-# -----------------------------------------------------------------------------------------------------------
-# sizes and what they cost
-
+# ---- sizes and what they cost ---------------------------------------------------------------------------
 PRESETS = {
     "tiny": dict(),                                                      # a laptop; the others: GPT-2 tokens
     "small": dict(n_layer=12, n_head=12, n_embd=768, n_hidden=2048, vocab_size=50257, block_size=1024),
@@ -489,43 +426,24 @@ PRESETS = {
     "paper": dict(n_layer=16, n_head=32, n_embd=2048, n_hidden=8192, vocab_size=50257, block_size=2048),
 }
 
-
 def check(cfg):
     """Raise ValueError, one line that names each field out of its range."""
     H, Hkv, p = max(1, cfg.n_head), cfg.n_kv_head or cfg.n_head, cfg.route_top_p
-    own = cfg.variant in ("static", "dynamic")
+    choices = dict(variant=VARIANTS, kv_init=("small", "normal"), router_init=("uniform", "zero"))
     rules = [(k, getattr(cfg, k) >= 1, "at least 1")
              for k in "n_layer n_head n_embd n_hidden vocab_size block_size hc_rate".split()]
-    rules += [(k, getattr(cfg, k) in choices, "one of " + ", ".join(choices)) for k, choices in dict(
-        variant=VARIANTS, kv_init=("small", "normal"), router_init=("uniform", "zero")).items()]
+    rules += [(k, getattr(cfg, k) in names, "one of " + ", ".join(names)) for k, names in choices.items()]
     rules += [
         ("n_embd", cfg.n_embd % (2 * H) == 0, f"a multiple of 2 n_head = {2 * H}"),
         ("n_kv_head", Hkv > 0 and H % Hkv == 0, f"a divisor of n_head = {H}"),
-        ("n_kv_head", Hkv == H or not own, f"n_head = {H}: each query head of {cfg.variant} reads its own "
-         "mixture, so that none can share keys (in llama, kv and hc they can)"),
+        ("n_kv_head", Hkv == H or cfg.variant not in ("static", "dynamic"),
+         f"n_head = {H} in static and dynamic, where each query head reads a mixture of its own"),
         ("route_top_p", p == 1 or 0 < p < 1 and cfg.variant == "static", "in (0, 1], and 1 if not static"),
         ("rope_theta", 0 < cfg.rope_theta < math.inf, "above 0"),
         ("norm_eps", 0 <= cfg.norm_eps < 1, "in [0, 1)")]
     wrong = [f"{k} is {getattr(cfg, k)}, expected {what}" for k, fine, what in rules if not fine]
     if wrong:
         raise ValueError("; ".join(wrong))
-
-
-def n_params(model):
-    """Parameters; the embedding, which is the head as well, counts once."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def forward_flops(cfg, T):
-    """Multiply-adds of one sequence of T tokens as table 6 counts: matrix products, mixtures, for attention
-    4 H T^2 hd + 3 H T^2; embedding, norms and gates 0."""
-    L, H, D, Hkv, R = cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.n_kv_head or cfg.n_head, cfg.hc_rate
-    hd, S = D // H, L * (L + 1) // 2 - 1                     # S: representations that all blocks >= 1 read
-    token = {"llama": 0, "static": H * S * D, "dynamic": 2 * H * S * D, "kv": 2 * Hkv * Hkv * S * hd,
-             "hc": 2 * L * D * (R * (R + 2) * cfg.hc_dynamic + R * (R + 2))}[cfg.variant]
-    token += cfg.vocab_size * D + L * (2 * D * D + 2 * D * Hkv * hd + 3 * D * cfg.n_hidden)
-    return token * T + L * H * T * T * (4 * hd + 3)
-
 
 if __name__ == "__main__":
     import bench

@@ -15,8 +15,7 @@ import torch
 import lime
 from data import prepare
 from data.prepare import UserError
-from train import load_run, newest_run, pick_device
-
+from runs import load_run, newest_run, pick_device
 
 @dataclass
 class Settings:
@@ -30,14 +29,12 @@ class Settings:
     seed: int = 1              # of the draws
     device: str = "auto"       # cpu, cuda, cuda:1, mps; auto: the best there is
 
-
 def check(s):
     for flag, low, high in (("num_samples", 1, 10 ** 9), ("max_new_tokens", 1, 10 ** 9),
                             ("temperature", 0, 1000), ("top_k", 0, 10 ** 9), ("top_p", 1e-9, 1),
                             ("seed", 0, 2 ** 63 - 1)):
         if not low <= getattr(s, flag) <= high:
             raise UserError(f"--{flag}={getattr(s, flag)}, expected {low:g} to {high:g}")
-
 
 def read_start(start):
     """The prompt; of a file, its text as UTF-8."""
@@ -48,7 +45,6 @@ def read_start(start):
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "not a UTF-8 text"
         raise UserError(f"--start={start}: {reason}") from None
-
 
 def main(argv):
     parser = prepare.Parser(description=__doc__)
@@ -91,7 +87,6 @@ def main(argv):
         print(utf8.decode(b"", final=True))
     took = time.perf_counter() - began
     print(f"{made} tokens, {made / took:,.0f} tokens/s", file=sys.stderr)
-
 
 if __name__ == "__main__":
     prepare.run(lambda: main(sys.argv[1:]))

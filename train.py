@@ -15,7 +15,6 @@ import platform
 import signal
 import sys
 import time
-import zipfile
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -23,10 +22,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import bench
 import lime
+import runs
 from data import prepare
 from data.prepare import UserError
-
 
 @dataclass
 class Settings:
@@ -53,7 +53,6 @@ class Settings:
     dtype: str = "auto"          # of products: float32, bfloat16, float16; auto: bfloat16 if a GPU has it
     compile: bool = False        # torch.compile the whole model: a minute's wait, then faster steps on a GPU
 
-
 # What each preset of lime.PRESETS sets here. deep*, paper: the paper's table 3, 1024 sequences split up.
 PAPER = dict(max_iters=5000, batch_size=16, gradient_accumulation_steps=64, learning_rate=1e-3,
              warmup_iters=200)
@@ -67,13 +66,8 @@ PRESETS = {
 # A resumed run may change these; anything else would be another run.
 MAY_CHANGE = set("max_iters learning_rate router_lr min_lr eval_interval eval_iters log_interval device "
                  "dtype compile dataset out_dir resume".split())
-CONTENT = dict(format=int, step=int, best=float, skipped=int, tokenizer=str, data=str, config=dict,
-               settings=dict, model=dict)      # of a checkpoint; ckpt.pt has optimizer and scaler as well
 
-
-# ------------------------------------------------------------------------------------------------------------
-# settings
-
+# ---- settings -------------------------------------------------------------------------------------------
 def check(s):
     """Raise UserError that names every number out of its range (no assert: python -O checks as well)."""
     low = dict(batch_size=1, gradient_accumulation_steps=1, learning_rate=1e-12)
@@ -82,24 +76,6 @@ def check(s):
              if type(v) in (int, float) and not low.get(k, 0) <= v <= high.get(k, 10 ** 9)]
     if wrong:
         raise UserError("; ".join(wrong))
-
-
-def pick_device(name, dtype="auto"):
-    """(torch.device, torch.dtype) that the flags ask for. UserError if this machine lacks them."""
-    have = ["cpu"] + ["mps"] * torch.backends.mps.is_available()
-    if torch.cuda.is_available():
-        have = [f"cuda:{i}" for i in range(torch.cuda.device_count())] + have
-    name = {"auto": have[-1] if have[0] == "cpu" else have[0], "cuda": "cuda:0"}.get(name, name)
-    if name not in have:
-        raise UserError(f"--device={name} is not on this machine, which has {', '.join(have)}")
-    kind = name.split(":")[0]
-    fits = {"cpu": ["float32", "bfloat16"], "mps": ["float32"], "cuda": ["float16", "float32"]}[kind]
-    if kind == "cuda" and torch.cuda.is_bf16_supported():
-        fits = ["bfloat16"] + fits
-    if dtype not in fits + ["auto"]:
-        raise UserError(f"--dtype={dtype} does not fit {name}, expected {' or '.join(sorted(fits))}")
-    return torch.device(name), getattr(torch, fits[0] if dtype == "auto" else dtype)
-
 
 def parse(argv):
     """(Settings, lime.Config, checkpoint to resume or None). Flags override the resumed run, or else the
@@ -110,15 +86,13 @@ def parse(argv):
     first = parser.parse_known_args([a for a in argv if a not in ("-h", "--help")])[0]
     ckpt, saved = None, {}
     if first.resume:
-        first.out_dir = first.out_dir or newest_run()
-        ckpt = load_run(Path(first.out_dir, "ckpt.pt"))
-        if "optimizer" not in ckpt:
-            raise UserError(f"{first.out_dir}: ckpt.pt has weights alone, as best.pt has: it can't go on")
+        first.out_dir = first.out_dir or runs.newest_run()
+        ckpt = runs.load_run(Path(first.out_dir, "ckpt.pt"), can_go_on)
         saved = {**ckpt["settings"], **ckpt["config"], "out_dir": first.out_dir, "resume": True}
         parser.set_defaults(**saved)
     else:
         dataset = first.dataset or ("fineweb_edu" if "fineweb_edu" in prepare.prepared() else "pydocs")
-        on_gpu = pick_device(first.device)[0].type == "cuda"
+        on_gpu = runs.pick_device(first.device)[0].type == "cuda"
         preset = first.preset or ("small" if on_gpu and dataset != "pydocs" else "tiny")
         if preset not in PRESETS:
             raise UserError(f"--preset={preset}, expected one of {', '.join(PRESETS)}")
@@ -140,105 +114,7 @@ def parse(argv):
     s.max_iters = s.max_iters or saved.get("max_iters", 0)
     return s, cfg, ckpt
 
-
-# ------------------------------------------------------------------------------------------------------------
-# runs on disk
-
-def newest_run():
-    """The folder under out/ whose checkpoint was written last. UserError if there is none."""
-    runs = sorted(Path("out").glob("*/ckpt.pt"), key=lambda path: path.stat().st_mtime)
-    if not runs:
-        raise UserError(f"there is no run under {Path('out').absolute()}; make one: python train.py")
-    return str(runs[-1].parent)
-
-
-def new_run(s, variant):
-    """The folder of a new run, made at once, so that two runs that start together don't take the same."""
-    path = Path(s.out_dir or "out")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        for n in range(1, 10 ** 6) if not s.out_dir else ():
-            with contextlib.suppress(FileExistsError):
-                path = Path("out", f"{variant}-{n}" if n > 1 else variant)
-                path.mkdir()
-                break
-        return path
-    except OSError as e:
-        raise UserError(f"the run's folder {path} can't be made: {e.strerror}; take another --out_dir")
-
-
-def load_run(path):
-    """A checkpoint: a dict of CONTENT, on the CPU. Only tensors and plain types are read, so that no file can
-    run code. UserError with path and reason for what is damaged, foreign, or does not fit lime.py."""
-    def expect(fine, reason):
-        if not fine:
-            raise ValueError(reason)
-    path = Path(path)
-    try:
-        with zipfile.ZipFile(path) as file:                      # torch.load ignores the file's own checksums
-            expect(not file.testzip(), "it is damaged")
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        expect(isinstance(ckpt, dict) and ckpt.get("format") == 1, "it is not a checkpoint of this version")
-        for key, kind in CONTENT.items():
-            expect(isinstance(ckpt.get(key), kind), f"its {key} is missing or wrong")
-        for cls, saved in ((lime.Config, ckpt["config"]), (Settings, ckpt["settings"])):
-            expect({f.name: f.type for f in fields(cls)} == {k: type(v) for k, v in saved.items()},
-                   f"its settings are not those of this version's {cls.__name__}")
-        with torch.device("meta"):
-            model = lime.LIMe(lime.Config(**ckpt["config"]))
-        # dict(): torch would note `assign` in the state's metadata and assign again at the real load
-        model.load_state_dict(dict(ckpt["model"]), assign=True)
-        expect(all(p.dtype == torch.float32 and p.isfinite().all() for p in model.parameters()),
-               "its weights are not all finite float32 numbers")
-        if "optimizer" in ckpt:
-            optimizer = torch.optim.AdamW(param_groups(model, Settings(**ckpt["settings"])))
-            optimizer.load_state_dict(ckpt["optimizer"])
-            expect(all(state["exp_avg"].shape == p.shape for p, state in optimizer.state.items()),
-                   "its optimizer is not this model's")
-        return ckpt
-    except FileNotFoundError:
-        raise UserError(f"{path} is not there; make it: python train.py --out_dir={path.parent}") from None
-    except Exception as e:                                       # whatever its bytes make the loaders raise
-        if type(e).__name__ == "UnpicklingError":                # whose text advises to trust the file
-            e = "it is damaged, or holds more than tensors and plain types"
-        size = f"{path.stat().st_size:,} bytes" if path.is_file() else "not a file"
-        raise UserError(f"{path} ({size}) can't be used: {e}"[:400]) from None
-
-
-def save(path, state):
-    """Write a checkpoint under another name, flush it, rename it: `path` is always whole, old or new."""
-    part = path.with_name(path.name + ".part")
-    try:
-        weights = sum(p.nbytes for p in state.get("model", {}).values())    # AdamW keeps twice as much
-        prepare.check_disk(path.parent, weights * (3 if "optimizer" in state else 1))
-        with open(part, "wb") as f:
-            torch.save(state, f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-    except (OSError, RuntimeError, UserError) as e:              # torch.save: a full disk is a RuntimeError
-        part.unlink(missing_ok=True)
-        raise UserError(f"{path} was not saved ({e}); any earlier one is kept: make room, --resume") from None
-
-
-def open_log(path, head, ckpt):
-    """log.jsonl, open to append: `head` is in it, on resume after the old lines up to the checkpoint. Also
-    whether the evaluation of the checkpoint's step is among these."""
-    lines = []
-    for line in path.read_text("utf-8", "replace").splitlines() if ckpt and path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):                      # cut by a kill
-            line = json.loads(line)
-            lines += [line] * (line["step"] <= ckpt["step"])
-    evaluated = any(line["step"] == head["step"] and line["kind"] == "eval" for line in lines)
-    part = path.with_name(path.name + ".part")
-    part.write_text("".join(json.dumps(line) + "\n" for line in [*lines, head]), "utf-8")
-    os.replace(part, path)
-    return open(path, "a", encoding="utf-8", buffering=1), evaluated
-
-
-# ------------------------------------------------------------------------------------------------------------
-# training
-
+# ---- training -------------------------------------------------------------------------------------------
 def param_groups(model, s):
     """AdamW's groups, as in table 3 of the paper: routers have a rate of their own; matrices decay, but not
     the embedding, nor the tables of static and kv routers and of Hyper-Connections."""
@@ -250,6 +126,14 @@ def param_groups(model, s):
     return [dict(params=params, lr=s.router_lr if router else s.learning_rate,
                  weight_decay=s.weight_decay * decay) for (router, decay), params in groups.items()]
 
+def can_go_on(ckpt, model):
+    """Raise ValueError if training can't go on from this checkpoint, as before it was saved."""
+    runs.expect("optimizer" in ckpt, "it has weights alone, as best.pt has")
+    runs.same_fields(Settings, ckpt["settings"])
+    optimizer = torch.optim.AdamW(param_groups(model, Settings(**ckpt["settings"])))
+    optimizer.load_state_dict(ckpt["optimizer"])
+    runs.expect(all(state["exp_avg"].shape == p.shape for p, state in optimizer.state.items()),
+                "its optimizer is not this model's")
 
 def schedule(step, s):
     """The rate of update `step` (0, 1, ...) over its peak: linear warm-up, then a cosine down to min_lr."""
@@ -258,13 +142,11 @@ def schedule(step, s):
     low, done = s.min_lr / s.learning_rate, (step - s.warmup_iters) / max(1, s.max_iters - s.warmup_iters)
     return low + (1 - low) * (1 + math.cos(math.pi * done)) / 2
 
-
 def batch(split, starts, block_size, device):
     """Inputs and targets (B, T), the windows at `starts`."""
     ids = torch.from_numpy(np.stack([split.window(i, block_size + 1) for i in starts]))
     ids = ids.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else ids.to(device)
     return ids[:, :-1], ids[:, 1:]
-
 
 @torch.no_grad()
 def evaluate(model, split, s, device):
@@ -273,7 +155,6 @@ def evaluate(model, split, s, device):
     starts = np.linspace(0, len(split) - block_size - 1, s.eval_iters * s.batch_size).astype(int)
     return sum(model(*batch(split, some, block_size, device))[1].item()
                for some in starts.reshape(s.eval_iters, s.batch_size)) / s.eval_iters
-
 
 def compiled(model, example):
     """The model compiled as a whole, or with one warning as it is where torch.compile fails."""
@@ -286,13 +167,13 @@ def compiled(model, example):
         print(f"--compile failed ({type(e).__name__}), going on without it", file=sys.stderr, flush=True)
         return model
 
-
-def main(argv, stop=()):
+def main(argv, stop=None):
     """One run. `stop` is where a signal's number appears when the run is to end early."""
     s, cfg, ckpt = parse(argv)
+    stop = [] if stop is None else stop
     step0 = ckpt["step"] if ckpt else 0
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    device, dtype = pick_device(s.device, s.dtype)
+    device, dtype = runs.pick_device(s.device, s.dtype)
     if s.gradient_accumulation_steps % world:
         raise UserError(f"--gradient_accumulation_steps={s.gradient_accumulation_steps}, expected a multiple "
                         f"of the {world} processes")
@@ -306,7 +187,7 @@ def main(argv, stop=()):
             prepare.prepare_pydocs()
     if world > 1:                                                # waits for all: the data are there after it
         if device.type == "cuda":
-            device, _ = pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
+            device, _ = runs.pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     data = prepare.load(s.dataset, cfg.block_size, vocab_size=cfg.vocab_size)
@@ -327,19 +208,24 @@ def main(argv, stop=()):
         raw.load_state_dict(ckpt["model"])
         optimizer.load_state_dict(ckpt["optimizer"])
         scaler.load_state_dict(ckpt["scaler"])
-        run.update(best=ckpt["best"], skipped=ckpt["skipped"])
+        best = Path(s.out_dir, "best.pt")                        # may be newer than ckpt.pt, after a kill
+        run.update(best=runs.load_run(best)["best"] if best.exists() else math.inf, skipped=ckpt["skipped"])
 
     def autocast():
         return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
     def checkpoint():
         if rank == 0:
-            save(out / "ckpt.pt", dict(run, model=raw.state_dict(), optimizer=optimizer.state_dict(),
+            runs.save(out / "ckpt.pt", dict(run, model=raw.state_dict(), optimizer=optimizer.state_dict(),
                                        scaler=scaler.state_dict()))
 
     def record(text, **line):
         log.write(json.dumps(line) + "\n")
-        print(text, flush=True)
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:                                  # the reader went away: stop as by a signal
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            stop.append(13)                                      # SIGPIPE, which Windows has no name for
 
     if s.compile:
         with autocast():
@@ -347,13 +233,13 @@ def main(argv, stop=()):
     if world > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
     if rank == 0:
-        out = Path(s.out_dir) if ckpt else new_run(s, cfg.variant)
+        out = Path(s.out_dir) if ckpt else runs.new_run(s.out_dir, cfg.variant)
         head = dict(kind="resume" if ckpt else "run", step=step0, settings=asdict(s), config=asdict(cfg),
-                    device=str(device), dtype=str(dtype), parameters=lime.n_params(raw), processes=world,
-                    flops_per_token=6 * lime.forward_flops(cfg, cfg.block_size) // cfg.block_size,
+                    device=str(device), dtype=str(dtype), parameters=bench.n_params(raw), processes=world,
+                    flops_per_token=6 * bench.forward_flops(cfg, cfg.block_size) // cfg.block_size,
                     data=data.meta, threads=torch.get_num_threads(), python=platform.python_version(),
                     torch=torch.__version__)
-        log, evaluated = open_log(out / "log.jsonl", head, ckpt)
+        log, evaluated = runs.open_log(out / "log.jsonl", head, ckpt)
         print(f"{out}: {cfg.variant}, {head['parameters']:,} parameters, {device}, {str(dtype)[6:]}; "
               f"{s.dataset}: {len(data.train):,} tokens ({data.tokenizer}) to train on, "
               f"{len(data.val):,} to validate", flush=True)
@@ -376,7 +262,7 @@ def main(argv, stop=()):
                        kind="eval", step=step, tokens=step * tokens, loss=loss, bits_per_byte=bits)
                 if loss < run["best"]:
                     run["best"] = loss
-                    save(out / "best.pt", dict(run, model=raw.state_dict()))
+                    runs.save(out / "best.pt", dict(run, model=raw.state_dict()))
                 since += time.perf_counter() - pause
             checkpoint()
         if last:
@@ -428,7 +314,6 @@ def main(argv, stop=()):
         print(f"{took // 60}:{took % 60:02} in all; sample from it: python sample.py --out_dir={out}")
     if world > 1:
         dist.destroy_process_group()
-
 
 if __name__ == "__main__":
     signals = []

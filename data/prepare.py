@@ -56,18 +56,13 @@ FINEWEB_EDU = {
 }
 TRIES, BACKOFF, TIMEOUT = 5, 1.0, (10, 30)  # waits of 1, 2, 4, 8 s; seconds to connect, and without a byte
 
-
 class UserError(Exception):
     """Something the user can mend; the message is one line that says what, where and what to do."""
 
     def __str__(self):
         return " ".join(super().__str__().split())
 
-
-# ------------------------------------------------------------------------------
-# Tokenizers
-
-
+# ---- Tokenizers -----------------------------------------------------------------------------------------
 def get_tokenizer(name):
     """The tiktoken.Encoding called `gpt2` or `bytes`; UserError if there is none or it cannot be loaded."""
     if name == "bytes":  # an id is a byte's value; the pattern only cuts text into short pieces
@@ -87,11 +82,9 @@ def get_tokenizer(name):
             "keeps them in the folder TIKTOKEN_CACHE_DIR names: go online, copy that folder, or use "
             "--tokenizer=bytes") from error
 
-
 # Up to 4,000 characters, to the end of a word: gpt2 never joins a word to the space after it, so a cut there
 # changes no token. A run with no such place is cut anyway, as tiktoken is slow on long ones.
 PIECE = re.compile(r".{1,4000}(?<=\S)(?=[ \t\r\n]|\Z)|.{1,4000}", re.DOTALL)
-
 
 def pieces(blocks):
     """Cuts a document, given as blocks of text, into pieces that can be encoded one by one."""
@@ -100,7 +93,6 @@ def pieces(blocks):
         *done, rest = PIECE.findall(rest + block) or [""]  # the last one may go on in the next block
         yield from done
     yield rest
-
 
 def encode(documents, tokenizer, path, total):
     """Writes the tokens of all documents, of `total` bytes, to `path`, behind an empty header."""
@@ -113,7 +105,6 @@ def encode(documents, tokenizer, path, total):
                 file.write(np.array(tokenizer.encode_ordinary(piece), "<u2").tobytes())
                 done += len(piece.encode("utf-8", "replace"))
                 bar.at(done)
-
 
 class Progress:
     """Share, rate and time left of what takes long, as a line on stderr every 5 s."""
@@ -130,17 +121,11 @@ class Progress:
             print(f"{self.label} [{'#' * int(20 * share):.<20}] {share:4.0%} of {self.total / 1e6:,.0f} MB, "
                   f"{rate / 1e6:.1f} MB/s, {(self.total - done) / rate:.0f} s left", file=sys.stderr)
 
-
-# ------------------------------------------------------------------------------
-# Files
-
-
+# ---- Files ----------------------------------------------------------------------------------------------
 Scan = namedtuple("Scan", "tokens sha256 counts largest")  # counts: how often each of the 65,536 ids occurs
-
 
 def header(tokens):
     return np.array([MAGIC, VERSION, tokens] + [0] * 253, "<i4").tobytes()
-
 
 def read_header(start, path):
     """Number of tokens that the first bytes of a .bin file promise."""
@@ -150,7 +135,6 @@ def read_header(start, path):
     if (magic, version) != (MAGIC, VERSION):
         raise UserError(f"{path}: not llm.c's format (starts with {magic}, {version}; not {MAGIC}, 1)")
     return tokens
-
 
 def scan(path):
     """Reads a .bin file once, in small pieces; UserError unless it is whole."""
@@ -165,7 +149,6 @@ def scan(path):
             counts += np.bincount(np.frombuffer(chunk, "<u2"), minlength=65536)
     return Scan(tokens, digest.hexdigest(), counts, int(np.flatnonzero(counts).max(initial=-1)))
 
-
 def sha256(path):
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -173,12 +156,10 @@ def sha256(path):
             digest.update(chunk)
     return digest.hexdigest()
 
-
 def meta_bytes(meta):
     """The one way to write `meta`, with its own checksum, so that any damage to the file shows."""
     checksum = hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
     return (json.dumps({**meta, "checksum": checksum}, indent=2) + "\n").encode()
-
 
 def count_bytes(counts, tokenizer):
     """UTF-8 bytes behind the tokens, end-of-text not counted; None if the tokenizer cannot be loaded."""
@@ -189,12 +170,10 @@ def count_bytes(counts, tokenizer):
     lengths = [len(tokenizer.decode_single_token_bytes(i)) for i in range(tokenizer.eot_token)]
     return int(counts[:len(lengths)] @ np.array(lengths))
 
-
 def check_disk(folder, need):
     free = shutil.disk_usage(folder).free
     if free < need:
         raise UserError(f"{folder}: {free / 1e6:,.0f} MB free on this disk, {need / 1e6:,.0f} MB needed")
-
 
 def build(name, tokenizer, source, data_dir, write):
     """Makes data_dir/name, unless it is there and came from the same source. write(path) writes any header
@@ -253,7 +232,6 @@ def build(name, tokenizer, source, data_dir, write):
             folder.rmdir()
     return report(meta, folder, "done")
 
-
 def report(meta, folder, state):
     tokens, size = sum(meta["tokens"].values()), meta["bytes"]
     ratio = "unknown" if None in size.values() else f"{sum(size.values()) / tokens:.2f}"
@@ -264,11 +242,7 @@ def report(meta, folder, state):
           f"  from {meta['source']}\n"
           f"  next: python train.py --dataset={meta['name'] if folder.parent == DATA_DIR else folder}")
 
-
-# ------------------------------------------------------------------------------
-# Source 1: your own files
-
-
+# ---- Source 1: your own files ---------------------------------------------------------------------------
 def read_text(path):
     """The text of a file in blocks, without a byte order mark; UserError names the line that is not UTF-8."""
     decoder, line, empty = codecs.getincrementaldecoder("utf-8-sig")(), 1, True
@@ -286,7 +260,6 @@ def read_text(path):
     if empty:
         raise UserError(f"{path}: empty file")
 
-
 def read_jsonl(path):
     """The "text" of each line; lines without any character are skipped. UserError names file and line."""
     with open(path, "rb") as file:
@@ -302,7 +275,6 @@ def read_jsonl(path):
             if record["text"]:
                 yield record["text"]
 
-
 def documents(paths):
     """Each document as an iterable of blocks of text."""
     for path in paths:
@@ -310,7 +282,6 @@ def documents(paths):
             yield from ([text] for text in read_jsonl(path))
         else:
             yield read_text(path)
-
 
 def prepare_files(paths, name=None, tokenizer="gpt2", data_dir=DATA_DIR):
     """Prepares text, .jsonl or one .bin file as data_dir/name (by default, the first file's name)."""
@@ -339,13 +310,8 @@ def prepare_files(paths, name=None, tokenizer="gpt2", data_dir=DATA_DIR):
 
     build(name, tokenizer, source, data_dir, write)
 
-
-# ------------------------------------------------------------------------------
-# Source 2: the documentation inside Python
-
-
+# ---- Source 2: the documentation inside Python ----------------------------------------------------------
 SKIP = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages"}
-
 
 def docstrings(node, name):
     """Name and docstring of a parsed module or class and of what it defines."""
@@ -355,7 +321,6 @@ def docstrings(node, name):
     for child in node.body if isinstance(node, (ast.Module, ast.ClassDef)) else ():
         if isinstance(child, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             yield from docstrings(child, f"{name}.{child.name}")
-
 
 def python_documents():
     """The language reference's topics, then one document per module of the standard library, shuffled."""
@@ -378,7 +343,6 @@ def python_documents():
     random.Random(0).shuffle(found)
     return found
 
-
 def prepare_pydocs(data_dir=DATA_DIR):
     """Prepares data_dir/pydocs, about 2 MB of text as bytes, in seconds and without a network; UserError."""
     def write(path):
@@ -387,11 +351,7 @@ def prepare_pydocs(data_dir=DATA_DIR):
 
     build("pydocs", "bytes", f"the documentation inside Python {platform.python_version()}", data_dir, write)
 
-
-# ------------------------------------------------------------------------------
-# Source 3: FineWeb-Edu
-
-
+# ---- Source 3: FineWeb-Edu ------------------------------------------------------------------------------
 def download(url, part, size, total):
     """Brings the first `size` of the `total` bytes of `url` to `part`, going on from what is there."""
     import requests
@@ -427,7 +387,6 @@ def download(url, part, size, total):
             time.sleep(wait)
     raise UserError(f"{url}: {problem}, {TRIES} times; the same command goes on from what has arrived")
 
-
 def receive(answer, part, at, size, total, bar):
     """Writes the body of a good answer to `part`, from byte `at`; returns what went wrong if not all came."""
     if answer.status_code == 206:
@@ -446,7 +405,6 @@ def receive(answer, part, at, size, total, bar):
             if at >= size:
                 break
     return "the answer was too short"
-
 
 def prepare_fineweb_edu(tokens=None, shard=4, data_dir=DATA_DIR):
     """Prepares data_dir/fineweb_edu from a shard, or its first `tokens`; UserError if it cannot be had."""
@@ -474,11 +432,7 @@ def prepare_fineweb_edu(tokens=None, shard=4, data_dir=DATA_DIR):
     source = f"{FINEWEB_EDU['repo']}, {file}, first {tokens:,} tokens (FineWeb-Edu, licence ODC-By 1.0)"
     build("fineweb_edu", "gpt2", source, data_dir, write)
 
-
-# ------------------------------------------------------------------------------
-# Reading
-
-
+# ---- Reading --------------------------------------------------------------------------------------------
 class Split:
     """The tokens of one .bin file, read from disk when asked for: memory stays flat however much is read."""
 
@@ -500,11 +454,9 @@ class Split:
             raise UserError(f"{self.path}: became shorter while it was in use")
         return np.frombuffer(raw, "<u2").astype(np.int64)
 
-
 def prepared(data_dir=DATA_DIR):
     """Sorted names of the sets in data_dir."""
     return sorted(path.parent.name for path in Path(data_dir).glob("*/meta.json"))
-
 
 def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
     """Opens a prepared set (a name in data_dir, or a folder): .meta, .tokenizer, .vocab_size, .fingerprint,
@@ -543,11 +495,7 @@ def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
     return SimpleNamespace(meta=meta, tokenizer=meta["tokenizer"], vocab_size=meta["vocab_size"],
                            fingerprint=fingerprint, **splits)
 
-
-# ------------------------------------------------------------------------------
-# Command line
-
-
+# ---- Command line ---------------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
     """argparse for every program: no abbreviations, an error is one line and names the nearest flag."""
 
@@ -567,13 +515,11 @@ class Parser(argparse.ArgumentParser):
             self.add_argument("--" + field.name, default=field.default, metavar=field.type.__name__.upper(),
                               **kind, help=notes[field.name].replace("%", "%%") + " [%(default)s]")
 
-
 def boolean(text):
     """True or False from the text of a flag; a bare --flag is True."""
     if text.lower() not in ("true", "false", "1", "0", "yes", "no"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() in ("true", "1", "yes")
-
 
 def run(main):
     """Runs a program to its end: what a user can mend is one line on stderr and exit status 1, Ctrl-C 130."""
@@ -585,13 +531,13 @@ def run(main):
         sys.exit(status)
     except BrokenPipeError:  # the reader went away: nothing is wrong, and nobody listens
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)  # as by SIGPIPE
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
     except (UserError, OSError) as error:
         print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
-
 
 def main(argv=None):
     """Runs the command line; returns the exit status."""
@@ -614,7 +560,6 @@ def main(argv=None):
         if option not in allowed:
             raise UserError(f"--{option} has no meaning for {source[0]}")
     use(**given, data_dir=data_dir)
-
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that temporary files are removed
