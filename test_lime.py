@@ -18,6 +18,7 @@ import os
 import random
 import re
 import resource
+import runpy
 import shutil
 import signal
 import socket
@@ -570,14 +571,15 @@ def test_counts_of_the_paper():
         )
 
 
-def test_tables():
+def test_tables(capsys):
     """Catches `python lime.py` failing, or its tables losing a number of the paper."""
-    out = subprocess.run([sys.executable, "lime.py"], cwd=HERE, capture_output=True, text=True, timeout=120)
-    assert out.returncode == 0 and not out.stderr
-    for (
-        word
-    ) in "1,176,735,744 1,176,770,784 1,185,613,824 1,176,873,984 1,177,064,256 7,936 4,216 0.75%".split():
-        assert word in out.stdout, word
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(HERE / "lime.py"), run_name="__main__")
+    out = capsys.readouterr()
+    assert not end.value.code and not out.err
+    for word in ("1,176,735,744 1,176,770,784 1,185,613,824 1,176,873,984 1,177,064,256 7,936 4,216 "
+                 "0.75%").split():
+        assert word in out.out, word
 
 
 def test_one_graph():
@@ -586,7 +588,7 @@ def test_one_graph():
 
     for variant in VARIANTS:
         torch._dynamo.reset()
-        counter, model = CompileCounter(), toy(variant)
+        counter, model = CompileCounter(), toy(variant, n_layer=2)
         fast = torch.compile(model, backend=counter, fullgraph=True)
         for seed in range(3):
             loss = fast(ids(seed=seed), ids(seed=9))[1]
@@ -674,7 +676,7 @@ def test_deep_models_learn(variant):
     torch.manual_seed(0)
     model = lime.LIMe(lime.Config(variant, **{**SMALL, "n_layer": 128, "n_head": 2}))
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for _ in range(5):
+    for _ in range(3):
         loss = model(ids(), ids(seed=3))[1]
         loss.backward()
         optimizer.step()
@@ -931,7 +933,8 @@ def test_a_checkpoint_can_do_no_harm(fit, capsys, tmp_path):
         (run / "ckpt.pt").write_bytes(data)
         (run / "best.pt").unlink(missing_ok=True)
         refused(capsys, lambda: train.main(["--resume", "--out_dir=run"]), "ckpt.pt", f"{len(data):,}")
-        refused(capsys, lambda: sample.main(["--out_dir=run"]), "ckpt.pt")
+        if data is not cases[-1]:                                # a setting of training: no matter to sample
+            refused(capsys, lambda: sample.main(["--out_dir=run"]), "ckpt.pt")
     assert not (tmp_path / "harm").exists()
 
 
@@ -1184,6 +1187,7 @@ def test_compile_that_fails_is_a_warning(fit, capsys, monkeypatch):
 def test_the_graph_of_a_step_does_not_outlive_it(fit, monkeypatch):
     """Catches two graphs at once in memory, because the loss of the step before is still held."""
     real, losses = lime.LIMe.forward, []
+    gc.freeze()                                                  # what is there already need not be searched
 
     def forward(self, idx, targets=None, trace=None):
         gc.collect()
@@ -1197,8 +1201,9 @@ def test_the_graph_of_a_step_does_not_outlive_it(fit, monkeypatch):
             del hook
         return out
     monkeypatch.setattr(lime.LIMe, "forward", forward)
-    fit("run", "--gradient_accumulation_steps=2")
-    assert len(losses) == 12
+    fit("run", "--gradient_accumulation_steps=2", "--max_iters=3")
+    gc.unfreeze()
+    assert len(losses) == 6
 
 
 def test_sizes_are_checked_before_data_are_prepared(capsys, tmp_path, monkeypatch):
@@ -1245,6 +1250,7 @@ def test_sample_extremes(fit, capsys):
 
 # ---- processes
 
+@pytest.mark.slow
 def test_optimised_python_checks_as_well(text_set, tmp_path):
     """Catches checks made with assert, which python -O leaves out, and files written before a check."""
     done = script("train.py", f"--dataset={text_set}", "--batch_size=0", "--seed=-1", cwd=tmp_path,
@@ -1253,6 +1259,7 @@ def test_optimised_python_checks_as_well(text_set, tmp_path):
     assert "--seed=-1" in done.stderr and not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_console_that_knows_ascii_alone(fit, tmp_path):
     """Catches a traceback for a character that the console lacks."""
     fit("out/run")
