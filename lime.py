@@ -246,11 +246,10 @@ class HyperConnection(Residual):
     def forward(self, h, f):
         D, alpha, beta = h.shape[-1:], self.A, self.b
         if self.cfg.hc_dynamic:
-            t = torch.tanh(F.layer_norm(h, D) @ torch.cat((self.Wa, self.wb[:, None]), 1))  # (B, T, R, R+2)
+            t = torch.tanh(F.linear(F.layer_norm(h, D), torch.cat((self.Wa.T, self.wb[None]))))  # (B, T, R, R+2)
             alpha, beta = alpha + self.sa * t[..., :-1], beta + self.sb * t[..., -1]
-        m = alpha.transpose(-1, -2) @ h                                  # (B, T, R+1, D)
-        y = f(F.layer_norm(m[..., 0, :], D))
-        return beta[..., None] * y[..., None, :] + m[..., 1:, :]
+        m0, m = (alpha.mT @ h).split((1, h.shape[-2]), -2)                # (B, T, 1, D), (B, T, R, D)
+        return torch.addcmul(m, beta[..., None], f(F.layer_norm(m0.squeeze(-2), D))[..., None, :])
 
     expand = staticmethod(lambda x, cfg: x[..., None, :].repeat(1, 1, cfg.hc_rate, 1))
     collapse = staticmethod(lambda h: h.sum(-2))
