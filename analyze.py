@@ -18,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+import bench
 import lime
 from data import prepare
 from data.prepare import UserError
-from train import load_run, newest_run, pick_device
+from runs import load_run, newest_run, pick_device
 
 try:
     import matplotlib
@@ -38,10 +39,8 @@ TOKEN_COLOUR = "#332288 #44AA99 #DDAA33 #AA4499 #88CCEE #661100 #117733 #999999"
 plt.rcParams.update({"backend": "Agg", "figure.constrained_layout.use": True, "figure.dpi": 110,
                      "axes.grid": True, "grid.color": "0.9", "axes.titlesize": 10, "image.aspect": "auto"})
 
-
 def say(text, began=time.perf_counter()):
     print(f"[{time.perf_counter() - began:5.1f} s] {text}", file=sys.stderr, flush=True)
-
 
 def matrix_entropy(x, alpha=0.5):
     """Renyi entropy in nats of x (T, features), standardised already: log(sum e^alpha) / (1 - alpha), where e
@@ -49,11 +48,9 @@ def matrix_entropy(x, alpha=0.5):
     e = torch.linalg.eigvalsh(x.T @ x).clamp(min=0)
     return (torch.log((e / e.sum()).pow(alpha).sum()) / (1 - alpha)).item() if e.sum() > 0 else 0.0
 
-
 def accuracy(x, y):
     """Accuracies (5,) over stratified folds of a linear classifier of x (N, features) into classes y (N,)."""
     return model_selection.cross_val_score(linear_model.LogisticRegression(max_iter=1000), x, y, cv=5)
-
 
 class Run:
     """A checkpoint and its log. All runs see the same windows, from the validation text of the first."""
@@ -163,7 +160,6 @@ class Run:
         xs = [((x - x.mean(0)) / x.std(0).clamp(min=1e-12)).numpy() for x in xs]
         return classes[np.argsort(starts, kind="stable")], self.split(xs)
 
-
 class Figures:
     """The paper's figures and tables, a method each, of self.runs."""
     def save(self, picture, numbers, suffix=""):
@@ -246,7 +242,7 @@ class Figures:
             lines = []
             for run, *more in self.alike(self.runs):
                 T, label = run.cfg.block_size, run.label + f", mean of {len(more) + 1}" * bool(more)
-                unit = 1e6 if suffix == "_tokens" else 1e12 / (6 * lime.forward_flops(run.cfg, T) // T)
+                unit = 1e6 if suffix == "_tokens" else 1e12 / (6 * bench.forward_flops(run.cfg, T) // T)
                 for kind, name in ("train", f"{label}, training"), ("eval", label):
                     x, y, std = self.loss([run, *more], kind)
                     late = x >= x[-1] / 4                        # the first steps would flatten the rest
@@ -359,7 +355,6 @@ class Figures:
             rows.append(dict(run=run.label, blocks=run.L, weights=n, pruned=zero, share=f"{zero / n:.1%}"))
         self.save(None, rows)
 
-
 GROUPS = dict(  # figures, what they need, and whether a run has that
     loss=("fig01 fig08", "evaluations in the log", lambda run: run.log["train"] and run.log["eval"]),
     retrieval=("fig02 fig03 fig04 fig10 fig13", "a router", lambda run: run.routed),
@@ -368,7 +363,6 @@ GROUPS = dict(  # figures, what they need, and whether a run has that
     tokens=("fig06 fig07 fig12 fig15", "5 of each of the --tokens", lambda run: run.first.tokens),
     circuits=("table2", "a dynamic router", lambda run: run.routed and run.variant == "dynamic"),
     pruning=("table5", "a static router", lambda run: run.routed and run.variant == "static"))
-
 
 def main(argv):
     parser, runs, draw = prepare.Parser(description=__doc__), [], Figures()
@@ -394,7 +388,6 @@ def main(argv):
             if draw.runs:
                 draw.name = next(method for method in dir(draw) if method.startswith(name))
                 getattr(draw, draw.name)()
-
 
 if __name__ == "__main__":
     prepare.run(lambda: main(sys.argv[1:]))

@@ -244,9 +244,9 @@ class HyperConnection(Residual):
             self.sa, self.sb = nn.Parameter(torch.full((1,), 0.01)), nn.Parameter(torch.full((1,), 0.01))
 
     def forward(self, h, f):
-        D, alpha, beta = h.shape[-1:], self.A, self.b
+        D, alpha, beta = h.shape[-1:], self.A, self.b                    # (B, T, R, ...) if dynamic
         if self.cfg.hc_dynamic:
-            t = torch.tanh(F.linear(F.layer_norm(h, D), torch.cat((self.Wa.T, self.wb[None]))))  # (B, T, R, R+2)
+            t = torch.tanh(F.linear(F.layer_norm(h, D), torch.cat((self.Wa.T, self.wb[None]))))
             alpha, beta = alpha + self.sa * t[..., :-1], beta + self.sb * t[..., -1]
         m0, m = (alpha.mT @ h).split((1, h.shape[-2]), -2)                # (B, T, 1, D), (B, T, R, D)
         return torch.addcmul(m, beta[..., None], f(F.layer_norm(m0.squeeze(-2), D))[..., None, :])
@@ -362,7 +362,8 @@ class LIMe(nn.Module):
         mean cross-entropy with targets (B, T), nats, or None. A dict as trace receives lists over
         the blocks: `hidden`, x_0..x_L (B, T, D); `values` (B, Hkv, T, hd); `weights`, as weights() says."""
         n = self.hidden(idx, trace=trace)
-        if targets is not None and not torch.compiler.is_compiling() and idx.numel() * len(self.embed) > PIECE:
+        many = targets is not None and idx.numel() * len(self.embed) > PIECE
+        if many and not torch.compiler.is_compiling():
             return None, Loss.apply(n.flatten(0, 1), self.embed * self.gain, targets.flatten())
         logits = project(n, self.embed, self.gain)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())

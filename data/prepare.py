@@ -511,7 +511,9 @@ class Parser(argparse.ArgumentParser):
         """A flag for every field of a dataclass, with its type and default; its comment is the help."""
         notes = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(cls), re.M))
         for field in fields(cls):
-            kind = {"type": boolean, "nargs": "?", "const": True} if field.type is bool else {"type": field.type}
+            kind = {"type": field.type}
+            if field.type is bool:
+                kind = {"type": boolean, "nargs": "?", "const": True}
             self.add_argument("--" + field.name, default=field.default, metavar=field.type.__name__.upper(),
                               **kind, help=notes[field.name].replace("%", "%%") + " [%(default)s]")
 
