@@ -592,11 +592,11 @@ def test_one_graph():
     """Catches a graph break: torch.compile must make one graph of the model, once, with the same loss."""
     from torch._dynamo.testing import CompileCounter
 
-    for variant in VARIANTS:
+    for variant in ("dynamic", "kv"):    # their code has that of all but hc, which is plain products
         torch._dynamo.reset()
         counter, model = CompileCounter(), toy(variant, n_layer=2)
         fast = torch.compile(model, backend=counter, fullgraph=True)
-        for seed in range(3):
+        for seed in range(2):
             loss = fast(ids(seed=seed), ids(seed=9))[1]
             loss.backward()
             torch.testing.assert_close(loss, model(ids(seed=seed), ids(seed=9))[1])
@@ -607,7 +607,7 @@ def test_one_graph():
 def test_overfits_one_batch(variant):
     """Catches parameters that get no or wrong gradient: a small model must learn one batch by heart."""
     torch.manual_seed(0)
-    model = lime.LIMe(lime.Config(variant, **{**SMALL, "n_embd": 32}))
+    model = lime.LIMe(lime.Config(variant, **{**SMALL, "n_embd": 32, "n_layer": 2}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(60):
         loss = model(ids(), ids(seed=3))[1]
@@ -676,36 +676,34 @@ def test_unfit_sizes_are_refused(fields):
     assert "\n" not in str(e.value) and any(name in str(e.value) for name in fields)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_deep_models_learn(variant):
-    """Catches a start or a sum over depth that blows up at 128 blocks."""
-    torch.manual_seed(0)
-    model = lime.LIMe(lime.Config(variant, **{**SMALL, "n_layer": 128, "n_head": 2}))
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    for _ in range(3):
-        loss = model(ids(), ids(seed=3))[1]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_deep_preset_takes_twenty_steps(variant):
-    """Catches the preset of 128 blocks failing to build, to step, or to go down in 20 steps."""
-    torch.manual_seed(0)
-    model = lime.LIMe(replace(lime.Config(variant, **lime.PRESETS["deep128"]), vocab_size=257))
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-4), []
-    for _ in range(20):
-        loss = model(ids(1, 16, 257), ids(1, 16, 257, seed=3))[1]
+def deep_learns(model, steps, lr, x, y):
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=lr), []
+    for _ in range(steps):
+        loss = model(x, y)[1]
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     assert all(map(math.isfinite, losses)) and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("variant, steps", [
+    *((v, 2) for v in ("static", "kv", "hc")), *(pytest.param(v, 20, marks=pytest.mark.slow) for v in VARIANTS)])
+def test_deep_models_learn(variant, steps):
+    """Catches a start or a sum over depth that blows up at 128 blocks, at once or in 20 steps."""
+    torch.manual_seed(0)
+    model = lime.LIMe(lime.Config(variant, **{**SMALL, "n_layer": 128, "n_head": 2}))
+    deep_learns(model, steps, 1e-3, ids(), ids(seed=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_deep_preset_takes_steps(variant):
+    """Catches the preset of 128 blocks failing to build, to step, or to go down."""
+    torch.manual_seed(0)
+    model = lime.LIMe(replace(lime.Config(variant, **lime.PRESETS["deep128"]), vocab_size=257))
+    deep_learns(model, 3, 1e-4, ids(1, 16, 257), ids(1, 16, 257, seed=3))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -998,9 +996,9 @@ def test_bad_flags_are_one_line(program, flags, words, text_set, tmp_path, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_stopped_processes_go_on(number, text_set, tmp_path):
-    """Catches a stop that saves nothing or has the wrong exit status, and a kill that loses the run."""
+    """Catches a stop that saves nothing or has the wrong exit status."""
     argv = [
         sys.executable,
         HERE / "train.py",
@@ -1014,9 +1012,9 @@ def test_stopped_processes_go_on(number, text_set, tmp_path):
         pass
     process.send_signal(number)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == (128 + number if number != signal.SIGKILL else -number), err
+    assert process.returncode == 128 + number, err
     step = torch.load(tmp_path / "run" / "ckpt.pt")["step"]
-    assert step >= 18 and ("Traceback" not in err) and (number == signal.SIGKILL or f"step {step}" in err)
+    assert step >= 20 and "Traceback" not in err and f"step {step}" in err
     done = subprocess.run(
         [*argv[:2], "--resume", "--out_dir=run", f"--max_iters={step + 5}"],
         cwd=tmp_path,
@@ -1026,26 +1024,6 @@ def test_stopped_processes_go_on(number, text_set, tmp_path):
     assert done.returncode == 0, done.stderr
     steps = [x["step"] for x in lines(tmp_path / "run", "train")]
     assert steps == sorted(set(steps)) and steps[-1] == step + 5
-
-
-@pytest.mark.slow
-def test_two_processes_equal_one(text_set, tmp_path):
-    """Catches a global batch, a loss or a writer that changes with the number of processes."""
-    flags = [*TINY, f"--dataset={text_set}", "--gradient_accumulation_steps=2"]
-    for name, start in (
-        ("one", [sys.executable]),
-        ("two", [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29555"]),
-    ):
-        done = subprocess.run(
-            [*start, HERE / "train.py", *flags, f"--out_dir={name}"],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        assert done.returncode == 0, done.stderr
-    one, two = lines(tmp_path / "one", "train"), lines(tmp_path / "two", "train")
-    assert len(one) == len(two) == 6 and all(abs(a["loss"] - b["loss"]) < 1e-5 for a, b in zip(one, two))
 
 
 @pytest.mark.slow
@@ -1171,6 +1149,7 @@ def test_a_folder_that_can_not_be_written(fit, capsys):
     refused(capsys, lambda: fit("/proc/run"), "/proc/run", "--out_dir")
 
 
+@pytest.mark.slow
 def test_compiled_and_plain_are_interchangeable(fit, monkeypatch):
     """Catches _orig_mod. in a checkpoint's names, and a compiled run that can't go on without --compile."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -1365,13 +1344,14 @@ def test_a_failing_process_ends_all(text_set, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["dynamic", "kv", "hc"])
-def test_two_processes_for_every_variant(variant, text_set, tmp_path):
-    """Catches a variant with a parameter that DistributedDataParallel waits for in vain."""
+@pytest.mark.parametrize("variant", ["static", "dynamic", "kv", "hc"])
+def test_two_processes_equal_one(variant, text_set, tmp_path):
+    """Catches a global batch, a loss or a writer that changes with the number of processes, and a parameter
+    that DistributedDataParallel waits for in vain."""
     flags = [*TINY, f"--variant={variant}", f"--dataset={text_set}", "--gradient_accumulation_steps=4"]
-    for name, python in (("one", []), ("two", TORCHRUN)):
-        done = script("train.py", *flags, f"--out_dir={name}", cwd=tmp_path, python=python, timeout=90)
-        assert done.returncode == 0, done.stderr
+    train.main([*flags, f"--out_dir={tmp_path / 'one'}"])
+    done = script("train.py", *flags, "--out_dir=two", cwd=tmp_path, python=TORCHRUN, timeout=90)
+    assert done.returncode == 0, done.stderr
     one, two = lines(tmp_path / "one", "train"), lines(tmp_path / "two", "train")
     assert len(one) == len(two) == 6 and all(abs(a["loss"] - b["loss"]) < 1e-5 for a, b in zip(one, two))
 
@@ -2316,13 +2296,11 @@ def test_fig_loss(fig_toys, fig_drawn):
 
 def test_fig_same_again(fig_toys, fig_drawn):
     """Catches a draw that --seed does not fix, and --only drawing more or less than was asked."""
-    argv = [str(fig_toys / "kv"), "--device=cpu", "--only=fig06,fig05", "--tokens=a,e"]
+    argv = [str(fig_toys / "static"), "--device=cpu", "--only=fig06,pruning", "--tokens=a,e"]
     for folder in ("once", "twice"):
         analyze.main([*argv, f"--figures={fig_toys / folder}"])
     files = sorted(path.name for path in (fig_toys / "once").iterdir())
-    assert files == [
-        f"{stem}.{kind}" for stem in ("fig05_entropy_values", "fig06_tsne_values") for kind in ("json", "png")
-    ]
+    assert files == ["fig06_tsne_values.json", "fig06_tsne_values.png", "table5_pruning.json", "table5_pruning.txt"]
     assert all((fig_toys / "once" / f).read_bytes() == (fig_toys / "twice" / f).read_bytes() for f in files)
 
 
