@@ -352,7 +352,8 @@ class Figures:
         rows = []
         for run in self.runs:
             n, zero = int(np.isfinite(run.router["mean"]).sum()), int((run.router["mean"] == 0).sum())
-            rows.append(dict(run=run.label, blocks=run.L, weights=n, pruned=zero, share=f"{zero / n:.1%}"))
+            rows.append(dict(run=run.label, blocks=run.L, top_p=run.cfg.route_top_p, weights=n, pruned=zero,
+                             share=f"{zero / n:.1%}"))
         self.save(None, rows)
 
 GROUPS = dict(  # figures, what they need, and whether a run has that
