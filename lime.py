@@ -36,7 +36,7 @@ class Config:
 
 def normalise(x, eps):
     """RMSNorm without its gain, n = x / rms(x). The gain belongs to whoever reads n."""
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
 
 def project(n, w, g):
     """(n * g) @ w.T, with the norm's gain g (D,) multiplied into the smaller of n (..., D) and w (out, D)."""
@@ -265,8 +265,7 @@ VARIANTS = {  # memory of block 0, memory of the blocks above, residual
 # ---- the block ------------------------------------------------------------------------------------------
 def rotate(x, cos, sin):
     """Rotary position embedding of x (..., T, hd): features i and i + hd/2 turn with the position."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin                # sin is negative for the first half
 
 class Attention(nn.Module):
     """Causal attention. What its keys and values are made of is the memory's business alone."""
@@ -287,8 +286,8 @@ class Attention(nn.Module):
             trace.setdefault("weights", []).append(self.memory.weights(n))
         q, k, T, mask = rotate(q, *rope), rotate(k, *rope), n.shape[1], None
         if cache is not None:                                            # (2, B, Hkv, block_size, hd)
-            cache[0, :, :, start:start + T], cache[1, :, :, start:start + T] = k, v
-            k, v = cache[:, :, :, :start + T]
+            cache.narrow(3, start, T)[0], cache.narrow(3, start, T)[1] = k, v
+            k, v = cache.narrow(3, 0, start + T)
             if start and T > 1:
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=n.device).tril(start)
         y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask,
@@ -328,7 +327,8 @@ class LIMe(nn.Module):
         self.gain = nn.Parameter(torch.ones(cfg.n_embd))
         hd = cfg.n_embd // cfg.n_head
         angle = torch.outer(torch.arange(cfg.block_size), cfg.rope_theta ** (torch.arange(0, hd, 2) / -hd))
-        self.register_buffer("rope", torch.stack((angle.cos(), angle.sin())), persistent=False)
+        rope = torch.stack((angle.cos().repeat(1, 2), torch.cat((-angle.sin(), angle.sin()), 1)))
+        self.register_buffer("rope", rope, persistent=False)
         self.init_weights()
 
     @torch.no_grad()

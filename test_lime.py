@@ -66,7 +66,7 @@ def toy(variant, noise=0.3, **fields):
     angle = torch.arange(model.cfg.block_size).double()[:, None] * 10000.0 ** (
         torch.arange(half).double() / -half
     )
-    model.rope = torch.stack((angle.cos(), angle.sin()))  # the tables of a float32 model are float32
+    model.rope = torch.stack((angle.cos().repeat(1, 2), torch.cat((-angle.sin(), angle.sin()), 1)))
     return model
 
 
