@@ -703,7 +703,7 @@ def test_deep_preset_takes_steps(variant):
     """Catches the preset of 128 blocks failing to build, to step, or to go down."""
     torch.manual_seed(0)
     model = lime.LIMe(replace(lime.Config(variant, **lime.PRESETS["deep128"]), vocab_size=257))
-    deep_learns(model, 3, 1e-4, ids(1, 16, 257), ids(1, 16, 257, seed=3))
+    deep_learns(model, 2, 1e-4, ids(1, 8, 257), ids(1, 8, 257, seed=3))
 
 
 # -----------------------------------------------------------------------------------------------------------
@@ -1271,9 +1271,10 @@ def test_kill_at_any_moment(variant, text_set, tmp_path):
     """Catches a kill that leaves no whole checkpoint, or a resumed run whose weights differ in any bit."""
     flags = [*TINY, f"--variant={variant}", f"--dataset={text_set}", "--gradient_accumulation_steps=2",
              "--max_iters=150", "--eval_interval=7"]
-    assert script("train.py", *flags, "--out_dir=whole", cwd=tmp_path).returncode == 0
+    train.main([*flags, f"--out_dir={tmp_path / 'whole'}"])
     process = subprocess.Popen([sys.executable, HERE / "train.py", *flags, "--out_dir=broken"], cwd=tmp_path,
-                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                               stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+                               env={**os.environ, "OMP_NUM_THREADS": "1"})
     while "step      1/" not in process.stdout.readline():
         pass
     time.sleep(random.Random(variant).random() * 0.3)
@@ -1318,7 +1319,7 @@ def test_full_disk(text_set, tmp_path):
     assert done.returncode == 0 and lines(tmp_path / "run", "train")[-1]["step"] == 9
 
 
-TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port=29561"]
+TORCHRUN = ["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]  # a free port
 
 
 @pytest.mark.slow
@@ -1350,7 +1351,7 @@ def test_two_processes_equal_one(variant, text_set, tmp_path):
     that DistributedDataParallel waits for in vain."""
     flags = [*TINY, f"--variant={variant}", f"--dataset={text_set}", "--gradient_accumulation_steps=4"]
     train.main([*flags, f"--out_dir={tmp_path / 'one'}"])
-    done = script("train.py", *flags, "--out_dir=two", cwd=tmp_path, python=TORCHRUN, timeout=90)
+    done = script("train.py", *flags, "--out_dir=two", cwd=tmp_path, python=TORCHRUN, timeout=180)
     assert done.returncode == 0, done.stderr
     one, two = lines(tmp_path / "one", "train"), lines(tmp_path / "two", "train")
     assert len(one) == len(two) == 6 and all(abs(a["loss"] - b["loss"]) < 1e-5 for a, b in zip(one, two))
