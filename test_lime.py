@@ -689,7 +689,8 @@ def deep_learns(model, steps, lr, x, y):
 
 
 @pytest.mark.parametrize("variant, steps", [
-    *((v, 2) for v in ("static", "kv", "hc")), *(pytest.param(v, 20, marks=pytest.mark.slow) for v in VARIANTS)])
+    *((v, 2) for v in ("static", "kv", "hc")),
+    *(pytest.param(v, 20, marks=pytest.mark.slow) for v in VARIANTS)])
 def test_deep_models_learn(variant, steps):
     """Catches a start or a sum over depth that blows up at 128 blocks, at once or in 20 steps."""
     torch.manual_seed(0)
@@ -2124,7 +2125,7 @@ def fig_windows(toys):
 
 
 def test_fig_entropy_formula(fig_toys):
-    """Catches a wrong exponent, sign or normalisation of the entropy, and a lost square of singular values."""
+    """Catches a wrong exponent, sign or normalisation of the entropy, a lost square of singular values."""
     torch.manual_seed(0)
     for shape in ((7, 4), (4, 7)):
         x = torch.randn(*shape, dtype=torch.float64)
@@ -2301,7 +2302,8 @@ def test_fig_same_again(fig_toys, fig_drawn):
     for folder in ("once", "twice"):
         analyze.main([*argv, f"--figures={fig_toys / folder}"])
     files = sorted(path.name for path in (fig_toys / "once").iterdir())
-    assert files == ["fig06_tsne_values.json", "fig06_tsne_values.png", "table5_pruning.json", "table5_pruning.txt"]
+    assert files == ["fig06_tsne_values.json", "fig06_tsne_values.png",
+                     "table5_pruning.json", "table5_pruning.txt"]
     assert all((fig_toys / "once" / f).read_bytes() == (fig_toys / "twice" / f).read_bytes() for f in files)
 
 
