@@ -35,6 +35,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 import lime
@@ -356,11 +357,13 @@ def test_golden_numbers_of_the_authors(name, read):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_no_token_sees_the_future(variant):
     """Catches attention or routing that sees a later token, or ignores an earlier one."""
-    model, idx = toy(variant), ids()
-    before = model(idx)[0]
-    idx[:, 7] = (idx[:, 7] + 1) % 29
-    changed = (model(idx)[0] - before).abs().amax((0, 2))
-    assert (changed[:7] == 0).all() and (changed[7:] > 1e-9).all()
+    model = toy(variant, n_layer=2)                              # few blocks: a short sight does not add up
+    before = model(ids())[0]
+    for t in (0, 7):
+        idx = ids()
+        idx[:, t] = (idx[:, t] + 1) % 29
+        changed = (model(idx)[0] - before).abs().amax((0, 2))
+        assert (changed[:t] == 0).all() and (changed[t:] > 1e-9).all()
 
 
 def copy_shared(source, target):
@@ -391,7 +394,7 @@ def test_kv_with_identity_router_is_llama(n_kv_head):
     uniform = lime.LIMe(lime.Config("kv", n_kv_head=n_kv_head, **SMALL)).blocks[3].attn.memory.R.detach()
     assert torch.equal(uniform[:, -n_kv_head:], torch.eye(n_kv_head))
     bound = math.sqrt(3 / (4 * n_kv_head))
-    assert bound / 2 < uniform[:, :-n_kv_head].abs().max() <= bound
+    assert bound * 0.8 < uniform[:, :-n_kv_head].abs().max() <= bound
 
 
 def test_hyper_connection_of_one_static_stream_is_a_residual():
@@ -400,8 +403,10 @@ def test_hyper_connection_of_one_static_stream_is_a_residual():
     res, x, w = lime.HyperConnection(cfg, 3), torch.randn(2, 5, 16), torch.randn(16, 16)
     out = res.collapse(res(res.expand(x, cfg), lambda n: n @ w))
     torch.testing.assert_close(out, x + torch.nn.functional.layer_norm(x, (16,)) @ w)
-    A = lime.HyperConnection(replace(cfg, hc_rate=4), 5).A
-    assert torch.equal(A, torch.cat((torch.eye(4)[:, 1:2], torch.eye(4)), 1))
+    cfg = replace(cfg, hc_rate=4)
+    res = lime.HyperConnection(cfg, 5)
+    torch.testing.assert_close(res.collapse(res(res.expand(x, cfg), lambda n: n @ w)), 4 * out)
+    assert torch.equal(res.A, torch.cat((torch.eye(4)[:, 1:2], torch.eye(4)), 1))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -410,7 +415,7 @@ def test_cache_changes_nothing(variant):
     model = toy(variant, n_kv_head=2 if variant in ("llama", "kv", "hc") else 4)
     hd, idx = 4, ids(3)
     for T in (1, 11, 12):
-        for steps in ([T], [1] * T, [T // 2, T - T // 2]):
+        for steps in ([T], [1] * T, [1, T - 1], [T // 2, T - T // 2]):
             cache, done, out = torch.empty(4, 2, 3, model.cfg.n_kv_head, 12, hd, dtype=torch.float64), 0, []
             for n in filter(None, steps):
                 out.append(model.hidden(idx[:, done : done + n], cache, done))
@@ -455,7 +460,7 @@ def test_top_p():
     router = model.blocks[3].attn.memory
     for p in (
         [0.6, 0.25, 0.1, 0.05],
-        [0.05, 0.1, 0.25, 0.6],
+        [0.05, 0.6, 0.25, 0.1],
     ):  # changed in between: recomputed in every forward
         router.R.data.copy_(torch.tensor(p).log())
         kept = torch.tensor([v > 0.06 for v in p])
@@ -575,6 +580,13 @@ def test_counts_of_the_paper():
         assert (
             abs(bench.forward_flops(lime.Config(variant, **lime.PRESETS["paper"]), 2048) / 1e12 - tera) < 0.01
         )
+    rest = {}                                                    # the paper has none of kv: count them
+    for variant in ("llama", "kv"):
+        model = toy(variant, n_kv_head=2)
+        with FlopCounterMode(display=False) as counter:
+            model(ids())
+        rest[variant] = counter.get_total_flops() // 2 - 2 * bench.forward_flops(model.cfg, 12)
+    assert rest["llama"] == rest["kv"]
 
 
 def test_tables(capsys):
@@ -584,7 +596,7 @@ def test_tables(capsys):
     out = capsys.readouterr()
     assert not end.value.code and not out.err
     for word in ("1,176,735,744 1,176,770,784 1,185,613,824 1,176,873,984 1,177,064,256 7,936 4,216 "
-                 "0.75%").split():
+                 "+0.754%").split():
         assert word in out.out, word
 
 
@@ -619,7 +631,7 @@ def test_overfits_one_batch(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_half_precision(variant):
+def test_half_precision(variant, monkeypatch):
     """Catches bfloat16 autocast that crashes, or mixes and normalises in it and drifts far from float32."""
     model = toy(variant, noise=0.1).float()
     loss = model(ids(), ids(seed=2))[1]
@@ -627,6 +639,13 @@ def test_half_precision(variant):
         half = model(ids(), ids(seed=2))[1]
     half.backward()
     assert half.dtype == torch.float32 and abs(half - loss) < 0.03
+    n, real, mixed = torch.randn(2, 12, 16), lime.mixture, []
+    monkeypatch.setattr(lime, "mixture", lambda *a: mixed.append(real(*a)) or mixed[-1])
+    want = model.blocks[3].attn.memory.weights(n)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(ids())
+        assert want is None or torch.equal(model.blocks[3].attn.memory.weights(n), want)
+    assert all(z.dtype == torch.float32 for z in mixed)
 
 
 def test_trace():
@@ -642,8 +661,18 @@ def test_trace():
             4,
         )
         assert trace["weights"][0] is None
-        if variant in ("static", "dynamic"):
-            assert torch.allclose(trace["weights"][3].sum(-1), torch.ones(1, dtype=torch.float64))
+        assert torch.equal(trace["hidden"][0], model.embed[ids()] * (4 if variant == "hc" else 1))
+        n = torch.stack([lime.normalise(x, 1e-6) for x in trace["hidden"]]).flatten(1, 2)
+        if variant in ("static", "dynamic"):                     # weights and hidden give the values
+            memory = model.blocks[3].attn.memory
+            z = torch.einsum("nhm,mnd->hnd", trace["weights"][3].expand(24, 4, 4), n[:4]) * memory.gain
+            v = (z @ memory.wkv.unflatten(0, (4, 8))[:, 4:].mT).unflatten(1, (2, 12)).transpose(0, 1)
+            torch.testing.assert_close(trace["values"][3], v)
+        blocks = model.blocks
+        for r in range(4):                                       # x_r is what r blocks make
+            model.blocks = blocks[:r]
+            torch.testing.assert_close(model.hidden(ids()).flatten(0, 1), n[r])
+        model.blocks = blocks
     last = lime.normalise(trace["hidden"][4], 1e-6) * model.gain
     torch.testing.assert_close(last @ model.embed.T, model(ids())[0])
 
@@ -652,11 +681,12 @@ def test_trace():
     "fields",
     [
         dict(variant="limo"),
-        dict(n_layer=0),
+        *(dict([(name, 0)]) for name in "n_layer n_embd n_hidden vocab_size block_size".split()),
+        dict(n_head=0, n_kv_head=1),
         dict(n_head=3),
         dict(n_embd=20),
-        dict(n_kv_head=3),
-        dict(n_kv_head=-1),
+        dict(variant="llama", n_kv_head=3),
+        dict(variant="kv", n_kv_head=-1),
         dict(variant="static", n_kv_head=2),
         dict(variant="dynamic", n_kv_head=1),
         dict(route_top_p=0),
@@ -664,6 +694,7 @@ def test_trace():
         dict(route_top_p=float("nan")),
         dict(variant="llama", route_top_p=0.5),
         dict(kv_init="big"),
+        dict(router_init="one"),
         dict(hc_rate=0),
         dict(rope_theta=-1),
         dict(norm_eps=float("nan")),
@@ -677,7 +708,10 @@ def test_unfit_sizes_are_refused(fields):
 
 
 def deep_learns(model, steps, lr, x, y):
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=lr), []
+    optimizer, losses, trace = torch.optim.AdamW(model.parameters(), lr=lr), [], {}
+    with torch.no_grad():
+        model(x, trace=trace)
+    assert trace["values"][-1].std() < 4 * trace["values"][0].std()
     for _ in range(steps):
         loss = model(x, y)[1]
         loss.backward()
@@ -784,16 +818,13 @@ def test_train_and_sample(variant, fit, capsys):
 def test_sample_streams_whole_characters(fit, capsys, monkeypatch):
     """Catches UTF-8 cut at token borders, text after end-of-text, or a run that is not the newest."""
     fit("out/first"), fit("out/second")
-    os.utime("out/first/ckpt.pt", (1, 1))
+    os.utime("out/second/ckpt.pt", (1, 1))
     capsys.readouterr()
-    monkeypatch.setattr(
-        lime.LIMe,
-        "generate",
-        lambda self, *a: iter(torch.tensor([[b] for b in "caf\u00e9 \u4f60".encode()] + [[256], [65]])),
-    )
+    made = torch.tensor([[b] for b in [*"caf\u00e9 \u4f60".encode(), 0xC3, 256, 65]])
+    monkeypatch.setattr(lime.LIMe, "generate", lambda self, *a: iter(made))
     sample.main(["--start=a "])
     out = capsys.readouterr()
-    assert out.out == "a caf\u00e9 \u4f60\n" and "second" in out.err
+    assert out.out == "a caf\u00e9 \u4f60\ufffd\n" and "first" in out.err
 
 
 def test_data_order_and_evaluation_are_fixed(fit, monkeypatch):
@@ -812,10 +843,12 @@ def test_data_order_and_evaluation_are_fixed(fit, monkeypatch):
     fit("b", "--variant=dynamic", "--eval_interval=2", "--seed=1")
     size = max(n for n, _ in first)
     assert [x for x in first if x[0] == size] == [x for x in seen if x[0] == size]
+    assert len({x for x in first if x[0] == size}) == 6          # each update has a batch of its own
     assert {x for x in first if x[0] < size} == {x for x in seen if x[0] < size}
     seen.clear()
     fit("c", "--seed=2")
     assert [x for x in first if x[0] == size] != [x for x in seen if x[0] == size]
+    assert {x for x in first if x[0] < size} == {x for x in seen if x[0] < size}
 
 
 def test_accumulation(fit):
@@ -842,12 +875,12 @@ def test_optimizer_groups(variant):
 
 def test_schedule():
     """Catches a first rate of zero, a division by zero, or an end that is not min_lr."""
-    s = train.Settings(max_iters=100, warmup_iters=10, learning_rate=1.0, min_lr=0.1)
+    s = train.Settings(max_iters=100, warmup_iters=10, learning_rate=2.0, min_lr=0.2)
     rates = [train.schedule(i, s) for i in range(101)]
     assert rates[0] == 0.1 and rates[9] == rates[10] == 1 and abs(rates[100] - 0.1) < 1e-12
     assert abs(rates[55] - 0.55) < 1e-12 and rates[10:] == sorted(rates[10:], reverse=True)
     for warmup in (0, 100, 200):
-        assert all(0 < train.schedule(i, replace(s, warmup_iters=warmup)) <= 1 for i in range(100))
+        assert all(0 < train.schedule(i, replace(s, warmup_iters=warmup)) <= 1 for i in range(101))
 
 
 @pytest.mark.parametrize(
@@ -897,14 +930,18 @@ def test_resume_refuses_other_settings(fit, capsys, text_set):
     assert before == {p: p.stat().st_mtime_ns for p in run.iterdir()}
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(fit, capsys, monkeypatch):
+@pytest.mark.parametrize("part", ["loss", "gradient"])
+def test_a_loss_that_is_not_finite_stops_the_run(part, fit, capsys, monkeypatch):
     """Catches training on after a NaN, or good weights overwritten by bad ones."""
     real = lime.LIMe.forward
 
     def forward(self, idx, targets=None, trace=None):
         forward.calls += torch.is_grad_enabled()
         logits, loss = real(self, idx, targets, trace)
-        return logits, loss * float("nan") if forward.calls == 5 else loss
+        if forward.calls == 5:
+            loss.register_hook(lambda grad: grad * math.nan)
+            loss = loss * (math.nan if part == "loss" else 1)
+        return logits, loss
 
     forward.calls = 0
     monkeypatch.setattr(lime.LIMe, "forward", forward)
@@ -923,13 +960,17 @@ def test_a_checkpoint_can_do_no_harm(fit, capsys, tmp_path):
             return os.mkdir, (str(tmp_path / "harm"),)
 
     state = torch.load(run / "ckpt.pt")
-    cases = [good[:1000], b"", good[:5000] + b"XXXX" + good[5004:]]
+    at = good.index(state["model"]["embed"].numpy().tobytes())   # four bytes of the weights
+    cases = [good[:1000], b"", good[:5000] + b"XXXX" + good[5004:], good[:at] + b"XXXX" + good[at + 4 :]]
     for bad in (
         dict(state, extra=Hostile()),
         dict(state, format=2),
         {},
         dict(state, config=dict(state["config"], n_embd=32)),
+        dict(state, config={k: v for k, v in state["config"].items() if k != "norm_eps"}),
+        {k: v for k, v in state.items() if k != "tokenizer"},
         dict(state, model={}),
+        dict(state, model=dict(state["model"], more=torch.ones(1))),
         dict(state, settings=dict(state["settings"], seed="1")),
     ):
         torch.save(bad, "bad.pt")
@@ -986,6 +1027,8 @@ def test_a_failed_save_leaves_the_old_checkpoint(fit, capsys, monkeypatch):
         (sample, "--top_k=-1", "top_k"),
         (sample, "--start=FILE:none", "none"),
         (sample, "--max_new_tokens=0", "max_new_tokens"),
+        (sample, "--num_samples=0", "num_samples"),
+        (sample, "--seed=-1", "seed"),
     ],
 )
 def test_bad_flags_are_one_line(program, flags, words, text_set, tmp_path, monkeypatch, capsys):
@@ -1090,6 +1133,7 @@ def test_stop_saves_and_goes_on_exactly(fit, capsys):
     with pytest.raises(SystemExit) as e:
         fit("broken", "--variant=kv", stop=Stop([signal.SIGTERM]))
     assert e.value.code == 143 and "saved at step 3" in capsys.readouterr().err
+    assert torch.load("broken/ckpt.pt", weights_only=True)["step"] == 3
     train.main(["--resume", "--out_dir=broken", "--eval_interval=0"])
     assert equal(weights("whole"), weights("broken"))
 
@@ -1098,7 +1142,8 @@ def test_log_cut_by_a_kill(fit):
     """Catches a resume that dies on half a line of log.jsonl, keeps it, or writes a line twice."""
     run = fit("run", "--max_iters=4")
     with open(run / "log.jsonl", "ab") as f:
-        f.write(b'{"kind": "train", "step": 9, "settings": {"a": 1}\n\xff\xfe{}\n[]\n{"kind": "train", "st')
+        f.write(b'{"kind": "train", "step": 5}\n{"kind": "train", "step": 9, "settings": {"a": 1}\n')
+        f.write(b'\xff\xfe{}\n[]\n{"kind": "train", "st')
     train.main(["--resume", "--out_dir=run", "--max_iters=6"])
     assert [x["step"] for x in lines(run, "train")] == [1, 2, 3, 4, 5, 6]
     assert [x["step"] for x in lines(run, "eval")] == [0, 3, 4, 6] and len(lines(run, "resume")) == 1
@@ -1119,6 +1164,7 @@ def test_no_room_is_said_before_writing(fit, capsys, monkeypatch):
     state = torch.load(run / "ckpt.pt", weights_only=True)
     free = SimpleNamespace(free=80_000)                          # room for the weights, not for AdamW's
     monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    monkeypatch.setattr(torch, "save", lambda *a: pytest.fail("written"))
     refused(capsys, lambda: runs.save(run / "ckpt.pt", state), "not saved", "free", "kept")
     assert (run / "ckpt.pt").read_bytes() == good and len(list(run.iterdir())) == 3
 
