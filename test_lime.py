@@ -793,6 +793,8 @@ def test_train_and_sample(variant, fit, capsys):
         x["step"] for x in lines(run, "train")
     ] == list(range(1, 7))
     assert lines(run, "eval")[-1]["loss"] < lines(run, "eval")[0]["loss"]
+    for x in lines(run, "eval"):                                 # 2 x 16 tokens an update; a token is a byte
+        assert x["tokens"] == 32 * x["step"] and abs(x["bits_per_byte"] / x["loss"] * math.log(2) - 1) < 0.02
     ckpt = torch.load(run / "ckpt.pt", weights_only=True)
     assert {int(s["step"]) for s in ckpt["optimizer"]["state"].values()} == {6} and ckpt[
         "tokenizer"
@@ -828,8 +830,12 @@ def test_sample_streams_whole_characters(fit, capsys, monkeypatch):
 
 
 def test_data_order_and_evaluation_are_fixed(fit, monkeypatch):
-    """Catches batches that change with variant or evaluation, and windows that change between runs."""
+    """Catches batches that change with variant or evaluation, windows that change between runs, and targets
+    that are not the next tokens."""
     seen, real = [], train.batch
+    split = SimpleNamespace(window=lambda i, n: np.arange(i, i + n))
+    x, y = real(split, [3, 7], 2, torch.device("cpu"))
+    assert x.tolist() == [[3, 4], [7, 8]] and torch.equal(y, x + 1)
     monkeypatch.setattr(
         train,
         "batch",
@@ -844,6 +850,7 @@ def test_data_order_and_evaluation_are_fixed(fit, monkeypatch):
     size = max(n for n, _ in first)
     assert [x for x in first if x[0] == size] == [x for x in seen if x[0] == size]
     assert len({x for x in first if x[0] == size}) == 6          # each update has a batch of its own
+    assert len({x for x in first if x[0] < size}) == 2           # and evaluation reads the other split
     assert {x for x in first if x[0] < size} == {x for x in seen if x[0] < size}
     seen.clear()
     fit("c", "--seed=2")
@@ -1140,21 +1147,25 @@ def test_stop_saves_and_goes_on_exactly(fit, capsys):
 
 def test_log_cut_by_a_kill(fit):
     """Catches a resume that dies on half a line of log.jsonl, keeps it, or writes a line twice."""
-    run = fit("run", "--max_iters=4")
+    run = fit("run", "--max_iters=3")
     with open(run / "log.jsonl", "ab") as f:
         f.write(b'{"kind": "train", "step": 5}\n{"kind": "train", "step": 9, "settings": {"a": 1}\n')
         f.write(b'\xff\xfe{}\n[]\n{"kind": "train", "st')
     train.main(["--resume", "--out_dir=run", "--max_iters=6"])
     assert [x["step"] for x in lines(run, "train")] == [1, 2, 3, 4, 5, 6]
-    assert [x["step"] for x in lines(run, "eval")] == [0, 3, 4, 6] and len(lines(run, "resume")) == 1
+    assert [x["step"] for x in lines(run, "eval")] == [0, 3, 6] and len(lines(run, "resume")) == 1
 
 
 def test_an_evaluation_that_is_not_finite_stops_the_run(fit, capsys, monkeypatch):
-    """Catches a good checkpoint replaced by weights whose validation loss is not a number."""
-    losses = iter([5.0, float("nan")])
+    """Catches a good checkpoint replaced by weights whose validation loss is not a number, or best.pt by
+    worse ones, also after a resume."""
+    losses = iter([5.0, 6.0, float("nan"), 5.5])
     monkeypatch.setattr(train, "evaluate", lambda *a: next(losses))
-    refused(capsys, lambda: fit("run"), "validation loss nan", "step 3")
-    assert torch.load("run/ckpt.pt", weights_only=True)["step"] == 0
+    refused(capsys, lambda: fit("run"), "validation loss nan", "step 6")
+    assert torch.load("run/ckpt.pt", weights_only=True)["step"] == 3
+    train.main(["--resume", "--out_dir=run"])
+    best = torch.load("run/best.pt", weights_only=True)
+    assert (best["step"], best["best"]) == (0, 5.0) and lines(Path("run"), "eval")[-1]["loss"] == 5.5
 
 
 def test_no_room_is_said_before_writing(fit, capsys, monkeypatch):
