@@ -380,7 +380,10 @@ def main(argv):
     for folder in args.runs or [newest_run()]:
         runs.append(Run(folder, args, runs))
     runs[0].T, draw.folder = min(run.cfg.block_size for run in runs), args.figures
-    Path(draw.folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(draw.folder).mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"--figures={draw.folder} can't be made: {e.strerror}; take another folder") from None
     for group, (names, needs, fits) in GROUPS.items():
         for name in [name for name in names.split() if name in only or group in only]:
             draw.runs, rest = [run for run in runs if fits(run)], [run.label for run in runs if not fits(run)]

@@ -6,7 +6,7 @@ lets each head mix its keys and values from them all; queries still come from th
 
 Letters: B batch, T tokens, V vocabulary, L blocks, D features (n_embd), M features in the MLP (n_hidden),
 H heads, Hkv key-value heads, hd = D/H features of a head; x_m is the stream that enters block m, x_0 the
-embedding, and block r reads from m = 0..r. `python lime.py` prints the paper's tables.
+embedding; block r reads from m = 0..r, of S rows of N = B*T tokens. `python lime.py` prints the tables.
 """
 import math
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ class Config:
     n_hidden: int = 256           # M
     vocab_size: int = 257         # V
     block_size: int = 256         # the most tokens the model looks back on
-    kv_init: str = "small"        # keys, values of blocks >= 1 start in +-1/D: small; at std 0.02: normal
+    kv_init: str = "small"        # small: keys, values of blocks >= 1 start in +-1/D; normal: std 0.02
     route_top_p: float = 1.0      # static: a head keeps its largest weights up to this sum, in (0, 1]; 1: all
     router_init: str = "uniform"  # kv: R starts off its own heads as the authors': uniform, or as llama: zero
     hc_rate: int = 4              # hc: residual streams
@@ -46,7 +46,7 @@ def project(n, w, g):
 class Own(nn.Module):
     """LLaMA: keys and values from the block's own stream. The other variants replace one or both of
 
-        write(n, g, memory)  what the block adds to the memory: n = x_r / rms(x_r), (B, T, D), g its gain
+        write(n, g, memory)  sets memory.last, adds rows for the blocks above; n = x_r / rms(x_r), g its gain
         read(memory, g)      its keys and values side by side, (B, Hkv, T, 2 hd), before rotation
     The rows of wkv: hd for K of the first head, hd for its V, then the next head's."""
     def __init__(self, cfg, r):
@@ -75,7 +75,7 @@ class Static(Stream):
 
         a_h = softmax(R_h)        z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h
 
-    The paper has RMSNorm(x_m; g_r) for n_m: x_m / rms(x_m) is shared, and the reader's gain goes into W."""
+    n_m = x_m / rms(x_m) is shared; the gain g_r is the reader's own, and goes into its W = wkv."""
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
         self.gain = nn.Parameter(torch.ones(cfg.n_embd))             # g_r, apart from the gain of the query
@@ -146,8 +146,8 @@ def pieces(n, width, size):
     return [slice(i, i + step) for i in range(0, n, step)]
 
 def mixture(a, x):
-    """z_h = sum_m a_hm x_m, (H, N, D), of x (S, N, D); a (H, S) or, of each token's own, (N, H, S)."""
-    return torch.einsum("hs,snd->hnd" if a.ndim == 2 else "nhs,snd->hnd", a, x)
+    """z_h = sum_m a_hm x_m, (H, N, E), of x (S, N, E); a (H, S) or, of each token's own, (N, H, S)."""
+    return torch.einsum("hs,sne->hne" if a.ndim == 2 else "nhs,sne->hne", a, x)
 
 def mix_plain(a, w, *new):
     """Memory.mix as one would write it: the whole mixture at once."""
@@ -155,18 +155,18 @@ def mix_plain(a, w, *new):
     return z if w is None else z.to(w.dtype) @ w.mT
 
 class Memory:
-    """The depth memory of one forward pass: rows (S, B*T, F) in the order written, in one buffer.
+    """The depth memory of one forward pass: rows (S, N, E) in the order written, in one buffer.
     No block copies them or keeps its mixture for backward (see Mix): training's memory is linear in depth."""
     def __init__(self, n_layer):
         self.n_layer, self.used, self.rows, self.last = n_layer, 0, None, None
         self.new = []                                        # written, not yet in rows
 
     def mix(self, a, w=None):
-        """Mixtures z (H, B*T, F) of all rows with weights a (see mixture). With w (H, out, F) they are
-        projected as well, z_h w_h^T: (H, B*T, out)."""
+        """Mixtures z (H, N, E) of all rows with weights a (see mixture). With w (H, out, E) they are
+        projected as well, z_h w_h^T: (H, N, out)."""
         if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
             return checkpoint(mix_plain, a, w, *self.new, use_reentrant=False)
-        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # a token: the fewest operations
+        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: no buffer
             return mix_plain(a, w, *self.new)
         new, device = torch.cat(self.new).to(a.dtype), a.device.type     # float32 also under autocast
         if self.rows is None:
@@ -189,9 +189,9 @@ class Mix(torch.autograd.Function):
         ctx.save_for_backward(a, w)
         ctx.mark_dirty(rows)
         ctx.set_materialize_grads(False)
-        H, (_, N, D) = a.shape[-2], rows.shape
-        out = a.new_empty(H, N, D) if w is None else w.new_empty(H, N, w.shape[1])
-        for c in pieces(N, H * D, PIECE):
+        H, (_, N, E) = a.shape[-2], rows.shape
+        out = a.new_empty(H, N, E) if w is None else w.new_empty(H, N, w.shape[1])
+        for c in pieces(N, H * E, PIECE):
             z = mixture(a if a.ndim == 2 else a[c], rows[:S, c])
             out[:, c] = z if w is None else z.to(w.dtype) @ w.mT
         return rows, out
@@ -199,7 +199,7 @@ class Mix(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, dout):
         (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.S
-        grad = torch.zeros_like(rows) if grad is None else grad          # None: the last block that reads
+        grad = torch.zeros_like(rows) if grad is None else grad    # one for all; None: the last to read
         da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
         for c in pieces(rows.shape[1], a.shape[-2] * rows.shape[2], PIECE):
             x, ac, dz = rows[:S, c], a if a.ndim == 2 else a[c], dout[:, c]
@@ -210,8 +210,8 @@ class Mix(torch.autograd.Function):
                 da.addmm_(dz.flatten(1), x.flatten(1).T)
                 grad[:S, c].flatten(1).addmm_(a.T, dz.flatten(1))
             else:
-                da[c] = torch.einsum("hnd,snd->nhs", dz, x)
-                grad[:S, c] += torch.einsum("nhs,hnd->snd", ac, dz)
+                da[c] = torch.einsum("hne,sne->nhs", dz, x)
+                grad[:S, c] += torch.einsum("nhs,hne->sne", ac, dz)
         return grad, None, da, dw, grad[ctx.new]
 
 # ---- the residual stream: LLaMA's, and that of the paper's other baseline -------------------------------
@@ -244,12 +244,12 @@ class HyperConnection(Residual):
             self.sa, self.sb = nn.Parameter(torch.full((1,), 0.01)), nn.Parameter(torch.full((1,), 0.01))
 
     def forward(self, h, f):
-        D, alpha, beta = h.shape[-1:], self.A, self.b                    # (B, T, R, ...) if dynamic
+        shape, alpha, beta = h.shape[-1:], self.A, self.b                # of each token if dynamic
         if self.cfg.hc_dynamic:
-            t = torch.tanh(F.linear(F.layer_norm(h, D), torch.cat((self.Wa.T, self.wb[None]))))
+            t = torch.tanh(F.linear(F.layer_norm(h, shape), torch.cat((self.Wa.T, self.wb[None]))))
             alpha, beta = alpha + self.sa * t[..., :-1], beta + self.sb * t[..., -1]
         m0, m = (alpha.mT @ h).split((1, h.shape[-2]), -2)                # (B, T, 1, D), (B, T, R, D)
-        return torch.addcmul(m, beta[..., None], f(F.layer_norm(m0.squeeze(-2), D))[..., None, :])
+        return torch.addcmul(m, beta[..., None], f(F.layer_norm(m0.squeeze(-2), shape))[..., None, :])
 
     expand = staticmethod(lambda x, cfg: x[..., None, :].repeat(1, 1, cfg.hc_rate, 1))
     collapse = staticmethod(lambda h: h.sum(-2))
@@ -275,7 +275,7 @@ class Attention(nn.Module):
         self.H, D = cfg.n_head, cfg.n_embd
         self.gain = nn.Parameter(torch.ones(D)) if residual.gain else 1.0
         self.wq, self.wo = nn.Parameter(torch.empty(D, D)), nn.Parameter(torch.empty(D, D))
-        self.memory = (above if r else first)(cfg, r)
+        self.memory = (above if r else first)(cfg, r)                    # reads and writes the Memory
 
     def forward(self, n, memory, rope, cache, start, trace):
         q = project(n, self.wq, self.gain).unflatten(-1, (self.H, -1)).transpose(1, 2)      # (B, H, T, hd)
@@ -288,7 +288,7 @@ class Attention(nn.Module):
         if cache is not None:                                            # (2, B, Hkv, block_size, hd)
             cache.narrow(3, start, T)[0], cache.narrow(3, start, T)[1] = k, v
             k, v = cache.narrow(3, 0, start + T)
-            if start and T > 1:
+            if start and T > 1:                                          # several tokens after the first
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=n.device).tril(start)
         y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask,
                                            is_causal=T > 1 and mask is None, enable_gqa=k.shape[1] != self.H)
@@ -321,7 +321,7 @@ class LIMe(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         check(cfg)
-        self.cfg = cfg = replace(cfg, n_kv_head=cfg.n_kv_head or cfg.n_head)
+        self.cfg = cfg = replace(cfg, n_kv_head=cfg.n_kv_head or cfg.n_head)  # 0 no more
         self.embed = nn.Parameter(torch.empty(cfg.vocab_size, cfg.n_embd))                  # also the head
         self.blocks = nn.ModuleList(Block(cfg, r) for r in range(cfg.n_layer))
         self.gain = nn.Parameter(torch.ones(cfg.n_embd))
@@ -358,7 +358,7 @@ class LIMe(nn.Module):
         return normalise(x, self.cfg.norm_eps)
 
     def forward(self, idx, targets=None, trace=None):
-        """(logits, loss) of ids idx (B, T): logits (B, T, V), None beside a loss if they are more than PIECE;
+        """(logits, loss) of ids idx (B, T): logits (B, T, V), None with targets if B T V > PIECE;
         mean cross-entropy with targets (B, T), nats, or None. A dict as trace receives lists over
         the blocks: `hidden`, x_0..x_L (B, T, D); `values` (B, Hkv, T, hd); `weights`, as weights() says."""
         n = self.hidden(idx, trace=trace)
@@ -394,7 +394,7 @@ def draw(logits, temperature=1, top_k=0, top_p=1, generator=None):
     logits, order = logits.sort(-1, descending=True)
     p = ((logits - logits[:, :1]) / temperature).softmax(-1)  # at most 0: no temperature overflows
     out = p.cumsum(-1) - p >= top_p                                      # never the first
-    out[:, top_k or logits.shape[1]:] = True
+    out[:, (top_k or logits.shape[1]):] = True
     return order.gather(-1, torch.multinomial(p.masked_fill(out, 0), 1, generator=generator))[:, 0]
 
 class Loss(torch.autograd.Function):

@@ -91,7 +91,7 @@ def load_run(path, check=lambda ckpt, model: None):
     except FileNotFoundError:
         raise UserError(f"{path} is not there; make it: python train.py --out_dir={path.parent}") from None
     except Exception as e:                                       # whatever its bytes make the loaders raise
-        if type(e).__name__ == "UnpicklingError":                # whose text advises to trust the file
+        if type(e).__name__ in ("UnpicklingError", "BadZipFile"):        # whose text says to trust the file
             e = "it is damaged, or holds more than tensors and plain types"
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "not a file"
         raise UserError(f"{path} ({size}) can't be used: {e}"[:400]) from None

@@ -39,6 +39,8 @@ def check(s):
 def read_start(start):
     """The prompt; of a file, its text as UTF-8."""
     if not start.startswith("FILE:"):
+        if any("\ud800" <= c <= "\udfff" for c in start):              # bytes that the shell's text had
+            raise UserError("--start is not a UTF-8 text")
         return start
     try:
         return Path(start[5:]).read_bytes().decode("utf-8")             # line ends stay, as in training
@@ -53,7 +55,7 @@ def main(argv):
     check(s)
     device, _ = pick_device(s.device)
     text, path = read_start(s.start), Path(s.out_dir or newest_run())
-    if path.is_dir():
+    if path.suffix != ".pt":
         path = path / ("best.pt" if (path / "best.pt").exists() else "ckpt.pt")
     run = load_run(path)
     encoding = prepare.get_tokenizer(run["tokenizer"])
@@ -63,7 +65,7 @@ def main(argv):
         raise UserError(f"{path}: {model.cfg.vocab_size} ids, fewer than tokenizer {run['tokenizer']} has")
 
     prompt = [encoding.eot_token]                                       # every document of the data begins so
-    for piece in prepare.pieces([text]):                                # or a long run of one letter is slow
+    for piece in prepare.pieces([text]):                                # long runs of a letter are slow
         prompt += encoding.encode_ordinary(piece)
     notes = [f"{path}: {model.cfg.variant}, step {run['step']}, {device}"]
     if not text:

@@ -96,11 +96,11 @@ def parse(argv):
         preset = first.preset or ("small" if on_gpu and dataset != "pydocs" else "tiny")
         if preset not in PRESETS:
             raise UserError(f"--preset={preset}, expected one of {', '.join(PRESETS)}")
-        own = dict(dataset=dataset, preset=preset, vocab_size=0, max_iters=0)           # 0: the data decide
+        own = dict(dataset=dataset, preset=preset, vocab_size=0, max_iters=0)   # 0: once the data are known
         parser.set_defaults(**{**lime.PRESETS[preset], **PRESETS[preset], **own})
         if first.out_dir and Path(first.out_dir, "ckpt.pt").exists():
             raise UserError(f"{first.out_dir} holds a run: go on with it (--resume), or give another")
-    args = vars(parser.parse_args(argv))
+    args = dict(vars(parser.parse_args(argv)), **dict(out_dir=first.out_dir) if ckpt else {})
     s = Settings(**{f.name: args[f.name] for f in fields(Settings)})
     cfg = lime.Config(**{f.name: args[f.name] for f in fields(lime.Config)})
     check(s)
@@ -322,6 +322,7 @@ if __name__ == "__main__":
         if signals and "TORCHELASTIC_RUN_ID" not in os.environ:   # torchrun sends a Ctrl-C a second time
             os._exit(128 + number)
         signals.append(number)
+        os.write(2, b"stopping after this update; once more: at once\n")
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
     prepare.run(lambda: main(sys.argv[1:], signals))

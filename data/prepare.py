@@ -537,8 +537,11 @@ def run(main):
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)
-    except (UserError, OSError) as error:
-        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    except (UserError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        hint = "" if isinstance(error, (UserError, OSError)) else "not enough memory, take smaller sizes: "
+        print(f"{Path(sys.argv[0]).name}: {hint}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
 
 def main(argv=None):
