@@ -858,6 +858,30 @@ def test_data_order_and_evaluation_are_fixed(fit, monkeypatch):
     assert {x for x in first if x[0] < size} == {x for x in seen if x[0] < size}
 
 
+def test_flags_arrive(fit, monkeypatch):
+    """Catches --grad_clip that training ignores, and flags of sample.py that generation never sees."""
+    real, norms, args = torch.nn.utils.clip_grad_norm_, [], []
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda p, x: norms.append(x) or real(p, x))
+    fit("run", "--grad_clip=0.5", "--max_iters=2")
+    fit("free", "--grad_clip=0", "--max_iters=1")
+    assert norms == [0.5, 0.5, math.inf]
+    monkeypatch.setattr(lime.LIMe, "generate", lambda self, idx, *rest: args.append(rest) or iter(()))
+    sample.main("--out_dir=run --max_new_tokens=7 --temperature=0.6 --top_k=5 --top_p=0.4 --seed=9".split())
+    *plain, generator, n_vocab = args[0]
+    assert plain == [7, 0.6, 5, 0.4] and n_vocab == 257 and generator.initial_seed() == 9
+
+
+@pytest.mark.slow
+def test_bench(tmp_path, capsys):
+    """Catches a benchmark that does not run, a ratio to another model, or a number that is missing."""
+    bench.main(["--n_layer=2", "--block_size=16", "--rounds=2", "--generate=4", "--variants=llama,kv",
+                f"--json={tmp_path / 'b.json'}", "--device=cpu"])
+    llama, kv = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert (llama["variant"], kv["variant"], llama["ratio"]) == ("llama", "kv", 1) and kv["ratio"] > 0
+    assert kv["kept_mb"] > llama["kept_mb"] > 0 and llama["peak_mb"] > 50 and 0 < kv["mfu"] < 2
+    assert min(kv[k] for k in ("forward", "backward", "optimizer", "cached", "uncached", "prompt")) > 0
+
+
 def test_accumulation(fit):
     """Catches gradient accumulation that is scaled wrongly: 4 x 1 must be 2 x 2."""
     a = fit("a", "--batch_size=4", "--eval_iters=1")
