@@ -1379,12 +1379,15 @@ def test_second_signal_stops_at_once(text_set, tmp_path):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     while b"step      0/" not in process.stdout.readline():
         pass
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=5)
-    assert process.returncode == 130 and err == b""
+    try:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=5)
+        assert process.returncode == 130 and err == b"stopping after this update; once more: at once\n"
+    finally:
+        process.kill()
 
 
 @pytest.mark.slow
