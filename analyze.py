@@ -8,7 +8,6 @@ See what runs have learned: the paper's figures and tables (arXiv 2502.09245), f
 Beside each NAME.png or .txt lies NAME.json with its numbers. Needs: pip install matplotlib scikit-learn
 Letters as in lime.py; "representation m" is the stream that entered block m, 0 the embedding.
 """
-import contextlib
 import json
 import sys
 import time
@@ -19,10 +18,9 @@ import numpy as np
 import torch
 
 import bench
-import lime
 from data import prepare
 from data.prepare import UserError
-from runs import load_run, newest_run, pick_device
+from runs import load_model, newest_run, pick_device, read_log
 
 try:
     import matplotlib
@@ -55,25 +53,23 @@ def accuracy(x, y):
 class Run:
     """A checkpoint and its log. All runs see the same windows, from the validation text of the first."""
     def __init__(self, folder, args, others):
-        ckpt = load_run(Path(folder, "ckpt.pt"))
+        self.device = pick_device(args.device)[0]
+        ckpt, self.model = load_model(Path(folder, "ckpt.pt"), self.device)
         self.args, self.label, self.first = args, Path(folder).resolve().name, [*others, self][0]
         self.data, self.settings, self.tokenizer = ckpt["data"], ckpt["settings"], ckpt["tokenizer"]
         if self.data != self.first.data:
             raise UserError(f"{self.label} and {self.first.label} have different data: analyse them apart")
         if self.label in [run.label for run in others]:
             raise UserError(f"two runs are called {self.label}: leave one out, or rename a folder")
-        self.model, self.device = lime.LIMe(lime.Config(**ckpt["config"])), pick_device(args.device)[0]
-        self.model.load_state_dict(ckpt["model"])
-        self.model.to(self.device).eval().requires_grad_(False)
+        self.model.requires_grad_(False)
         self.cfg, self.variant, self.L = self.model.cfg, self.model.cfg.variant, self.model.cfg.n_layer
         self.deep = self.L >= 32 or self.cfg.route_top_p < 1
         self.style = ["-", "--", ":", "-."][sum(run.variant == self.variant for run in others) % 4]
         self.routed = self.variant in ("static", "dynamic", "kv") and self.L > 1
         self.extent = -0.5, self.L - 0.5, 0.5, self.L - 0.5      # of a picture, representations by blocks
-        self.log, log = dict(train={}, eval={}), Path(folder, "log.jsonl")      # losses by number of tokens
-        for line in log.read_text("utf-8", "replace").splitlines() if log.exists() else ():
-            with contextlib.suppress(ValueError, TypeError, KeyError):          # cut, or of another kind
-                line = json.loads(line)
+        self.log = dict(train={}, eval={})                       # losses by number of tokens
+        for line in read_log(Path(folder, "log.jsonl")):
+            if line.get("kind") in self.log and {"tokens", "loss"} <= line.keys():
                 self.log[line["kind"]][line["tokens"]] = line["loss"]
 
     @cached_property

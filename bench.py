@@ -268,8 +268,7 @@ def tables():
     print(
         f"Tables 4 and 6: {L} layers x {D}, {paper.n_head} heads, MLP {paper.n_hidden}, vocabulary "
         f"{paper.vocab_size:,}; forward TFLOPs at T = {T},\na multiply-add counted as 1; the paper's in "
-        "brackets, "
-        "- where it gives none\n"
+        "brackets, - where it gives none\n"
     )
     print(
         f"{'variant':<22}{'parameters':>15} {'(billions)':>10}  {'over llama':>10}{'TFLOPs':>9} {'':>7}"
@@ -330,8 +329,7 @@ def tables():
             zero = sum((r.weights(None) == 0).sum().item() for r in routers)
         print(
             f"{depth:>4} layers: {ours:>6,} weights, {zero:>6,} pruned ({zero / ours:.1%}); the paper, "
-            f"trained: "
-            f"{weights:>7,}, {pruned:>6,} ({pruned / weights:.0%})"
+            f"trained: {weights:>7,}, {pruned:>6,} ({pruned / weights:.0%})"
         )
     print("The paper's counts are 16 L(L-1)/2; blocks 1..L-1 with r+1 weights a head have 8 (L(L+1)/2 - 1).")
 

@@ -155,11 +155,10 @@ def mix_plain(a, w, *new):
     return z if w is None else z.to(w.dtype) @ w.mT
 
 class Memory:
-    """The depth memory of one forward pass: rows (S, N, E) in the order written, in one buffer.
+    """The depth memory of one forward pass: rows (S, N, E) as written, in one buffer; `new` are the last.
     No block copies them or keeps its mixture for backward (see Mix): training's memory is linear in depth."""
     def __init__(self, n_layer):
-        self.n_layer, self.used, self.rows, self.last = n_layer, 0, None, None
-        self.new = []                                        # written, not yet in rows
+        self.n_layer, self.used, self.rows, self.last, self.new = n_layer, 0, None, None, []
 
     def mix(self, a, w=None):
         """Mixtures z (H, N, E) of all rows with weights a (see mixture). With w (H, out, E) they are
@@ -183,22 +182,22 @@ class Mix(torch.autograd.Function):
     instead of keeping it, and adds to the gradient of all rows, one buffer too."""
     @staticmethod
     def forward(ctx, rows, S, a, w, new):
-        ctx.new = slice(S, S := S + len(new))
+        ctx.new = slice(S, S + len(new))
         rows[ctx.new] = new
-        ctx.rows, ctx.S = rows.detach(), S                   # not saved by autograd: later blocks write
+        ctx.rows = rows.detach()                             # not saved by autograd: later blocks write
         ctx.save_for_backward(a, w)
         ctx.mark_dirty(rows)
         ctx.set_materialize_grads(False)
         H, (_, N, E) = a.shape[-2], rows.shape
         out = a.new_empty(H, N, E) if w is None else w.new_empty(H, N, w.shape[1])
         for c in pieces(N, H * E, PIECE):
-            z = mixture(a if a.ndim == 2 else a[c], rows[:S, c])
+            z = mixture(a if a.ndim == 2 else a[c], rows[:ctx.new.stop, c])
             out[:, c] = z if w is None else z.to(w.dtype) @ w.mT
         return rows, out
 
     @staticmethod
     def backward(ctx, grad, dout):
-        (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.S
+        (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.new.stop
         grad = torch.zeros_like(rows) if grad is None else grad    # one for all; None: the last to read
         da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
         for c in pieces(rows.shape[1], a.shape[-2] * rows.shape[2], PIECE):
@@ -286,7 +285,8 @@ class Attention(nn.Module):
             trace.setdefault("weights", []).append(self.memory.weights(n))
         q, k, T, mask = rotate(q, *rope), rotate(k, *rope), n.shape[1], None
         if cache is not None:                                            # (2, B, Hkv, block_size, hd)
-            cache.narrow(3, start, T)[0], cache.narrow(3, start, T)[1] = k, v
+            place = cache.narrow(3, start, T)
+            place[0], place[1] = k, v
             k, v = cache.narrow(3, 0, start + T)
             if start and T > 1:                                          # several tokens after the first
                 mask = torch.ones(T, start + T, dtype=torch.bool, device=n.device).tril(start)

@@ -21,7 +21,6 @@ from data.prepare import UserError
 CONTENT = dict(format=int, step=int, best=float, skipped=int, tokenizer=str, data=str, config=dict,
                settings=dict, model=dict)      # of a checkpoint; ckpt.pt has optimizer and scaler as well
 
-
 def pick_device(name, dtype="auto"):
     """(torch.device, torch.dtype) that the flags ask for. UserError if this machine lacks them."""
     have = ["cpu"] + ["mps"] * torch.backends.mps.is_available()
@@ -91,10 +90,17 @@ def load_run(path, check=lambda ckpt, model: None):
     except FileNotFoundError:
         raise UserError(f"{path} is not there; make it: python train.py --out_dir={path.parent}") from None
     except Exception as e:                                       # whatever its bytes make the loaders raise
-        if type(e).__name__ in ("UnpicklingError", "BadZipFile"):        # whose text says to trust the file
+        if type(e).__name__ in ("UnpicklingError", "BadZipFile"):        # their texts don't help
             e = "it is damaged, or holds more than tensors and plain types"
         size = f"{path.stat().st_size:,} bytes" if path.is_file() else "not a file"
         raise UserError(f"{path} ({size}) can't be used: {e}"[:400]) from None
+
+def load_model(path, device):
+    """(checkpoint, its model, on the device and ready to evaluate); errors as in load_run."""
+    ckpt = load_run(path)
+    model = lime.LIMe(lime.Config(**ckpt["config"]))
+    model.load_state_dict(ckpt["model"])
+    return ckpt, model.to(device).eval()
 
 def save(path, state):
     """Write a checkpoint under another name, flush it, rename it: `path` is always whole, old or new."""
@@ -111,15 +117,19 @@ def save(path, state):
         part.unlink(missing_ok=True)
         raise UserError(f"{path} was not saved ({e}); any earlier one is kept: make room, --resume") from None
 
+def read_log(path):
+    """The lines of a log.jsonl, dicts with a step, without what a kill has cut; none if it is not there."""
+    for text in path.read_text("utf-8", "replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):
+            line = json.loads(text)
+            if isinstance(line, dict) and isinstance(line.get("step"), int):
+                yield line
+
 def open_log(path, head, ckpt):
     """log.jsonl, open to append: `head` is in it, on resume after the old lines up to the checkpoint. Also
     whether the evaluation of the checkpoint's step is among these."""
-    lines = []
-    for line in path.read_text("utf-8", "replace").splitlines() if ckpt and path.exists() else ():
-        with contextlib.suppress(ValueError, TypeError, KeyError):                      # cut by a kill
-            line = json.loads(line)
-            lines += [line] * (line["step"] <= ckpt["step"])
-    evaluated = any(line["step"] == head["step"] and line["kind"] == "eval" for line in lines)
+    lines = [line for line in read_log(path) if line["step"] <= ckpt["step"]] if ckpt else []
+    evaluated = any(line["step"] == head["step"] and line.get("kind") == "eval" for line in lines)
     part = path.with_name(path.name + ".part")
     part.write_text("".join(json.dumps(line) + "\n" for line in [*lines, head]), "utf-8")
     os.replace(part, path)

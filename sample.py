@@ -12,10 +12,9 @@ from pathlib import Path
 
 import torch
 
-import lime
 from data import prepare
 from data.prepare import UserError
-from runs import load_run, newest_run, pick_device
+from runs import load_model, newest_run, pick_device
 
 @dataclass
 class Settings:
@@ -57,10 +56,8 @@ def main(argv):
     text, path = read_start(s.start), Path(s.out_dir or newest_run())
     if path.suffix != ".pt":
         path = path / ("best.pt" if (path / "best.pt").exists() else "ckpt.pt")
-    run = load_run(path)
+    run, model = load_model(path, device)
     encoding = prepare.get_tokenizer(run["tokenizer"])
-    model = lime.LIMe(lime.Config(**run["config"])).to(device).eval()
-    model.load_state_dict(run["model"])
     if encoding.n_vocab > model.cfg.vocab_size:
         raise UserError(f"{path}: {model.cfg.vocab_size} ids, fewer than tokenizer {run['tokenizer']} has")
 

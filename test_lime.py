@@ -13,6 +13,7 @@ import gc
 import hashlib
 import http.server
 import importlib.util
+import io
 import json
 import math
 import os
@@ -858,6 +859,29 @@ def test_data_order_and_evaluation_are_fixed(fit, monkeypatch):
     assert {x for x in first if x[0] < size} == {x for x in seen if x[0] < size}
 
 
+def test_an_empty_folder_name_is_the_newest_run(fit, tmp_path):
+    """Catches --resume --out_dir="$UNSET" that takes the newest run and writes into the current folder."""
+    fit("out/run")
+    before = sorted(tmp_path.iterdir())
+    train.main(["--resume", "--out_dir=", "--max_iters=8"])
+    assert sorted(tmp_path.iterdir()) == before and lines(tmp_path / "out/run", "train")[-1]["step"] == 8
+
+
+def test_too_little_memory_is_one_line(monkeypatch):
+    """Catches a traceback for sizes that no memory holds, and other errors taken for that."""
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(io.BytesIO()))
+    stderr = sys.stderr
+    for error in (MemoryError(), RuntimeError("can't allocate memory:\n1 TB")):
+        with pytest.raises(SystemExit) as end:
+            prepare.run(lambda: (_ for _ in ()).throw(error))
+        assert end.value.code == 1
+    with pytest.raises(RuntimeError, match="other"):
+        prepare.run(lambda: (_ for _ in ()).throw(RuntimeError("other")))
+    text = stderr.buffer.getvalue().decode()
+    assert text.count("\n") == 2 and text.count("not enough memory, take smaller sizes") == 2
+
+
 def test_flags_arrive(fit, monkeypatch):
     """Catches --grad_clip that training ignores, and flags of sample.py that generation never sees."""
     real, norms, args = torch.nn.utils.clip_grad_norm_, [], []
@@ -1313,6 +1337,7 @@ def test_sample_extremes(fit, capsys):
     assert capsys.readouterr().out.startswith("a\r\nb\u00e9")
     Path("prompt.txt").write_bytes(b"\xff")
     refused(capsys, lambda: sample.main(["--start=FILE:prompt.txt"]), "not a UTF-8 text")
+    refused(capsys, lambda: sample.main(["--start=\udcff"]), "not a UTF-8 text")
 
 
 # ---- processes

@@ -88,7 +88,7 @@ def parse(argv):
     if first.resume:
         first.out_dir = first.out_dir or runs.newest_run()
         ckpt = runs.load_run(Path(first.out_dir, "ckpt.pt"), can_go_on)
-        saved = {**ckpt["settings"], **ckpt["config"], "out_dir": first.out_dir, "resume": True}
+        saved = {**ckpt["settings"], **ckpt["config"], "resume": True}
         parser.set_defaults(**saved)
     else:
         dataset = first.dataset or ("fineweb_edu" if "fineweb_edu" in prepare.prepared() else "pydocs")
@@ -100,7 +100,7 @@ def parse(argv):
         parser.set_defaults(**{**lime.PRESETS[preset], **PRESETS[preset], **own})
         if first.out_dir and Path(first.out_dir, "ckpt.pt").exists():
             raise UserError(f"{first.out_dir} holds a run: go on with it (--resume), or give another")
-    args = dict(vars(parser.parse_args(argv)), **dict(out_dir=first.out_dir) if ckpt else {})
+    args = {**vars(parser.parse_args(argv)), "out_dir": first.out_dir}
     s = Settings(**{f.name: args[f.name] for f in fields(Settings)})
     cfg = lime.Config(**{f.name: args[f.name] for f in fields(lime.Config)})
     check(s)
@@ -217,14 +217,14 @@ def main(argv, stop=None):
     def checkpoint():
         if rank == 0:
             runs.save(out / "ckpt.pt", dict(run, model=raw.state_dict(), optimizer=optimizer.state_dict(),
-                                       scaler=scaler.state_dict()))
+                                            scaler=scaler.state_dict()))
 
     def record(text, **line):
         log.write(json.dumps(line) + "\n")
         try:
             print(text, flush=True)
         except BrokenPipeError:                                  # the reader went away: stop as by a signal
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            prepare.discard_stdout()
             stop.append(13)                                      # SIGPIPE, which Windows has no name for
 
     if s.compile:

@@ -523,6 +523,10 @@ def boolean(text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return text.lower() in ("true", "1", "yes")
 
+def discard_stdout():
+    """Nobody reads it any more: what is left in it must not raise again at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 def run(main):
     """Runs a program to its end: what a user can mend is one line on stderr and exit status 1, Ctrl-C 130."""
     for stream in (sys.stdout, sys.stderr):
@@ -532,7 +536,7 @@ def run(main):
         sys.stdout.flush()
         sys.exit(status)
     except BrokenPipeError:  # the reader went away: nothing is wrong, and nobody listens
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_stdout()
         sys.exit(141)  # as by SIGPIPE
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
@@ -540,7 +544,8 @@ def run(main):
     except (UserError, OSError, MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error):
             raise
-        hint = "" if isinstance(error, (UserError, OSError)) else "not enough memory, take smaller sizes: "
+        memory = isinstance(error, (MemoryError, RuntimeError))
+        hint = "not enough memory, take smaller sizes: " if memory else ""
         print(f"{Path(sys.argv[0]).name}: {hint}{' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(1)
 
