@@ -319,10 +319,11 @@ if __name__ == "__main__":
     signals = []
 
     def on_signal(number, frame):
-        if signals and "TORCHELASTIC_RUN_ID" not in os.environ:   # torchrun sends a Ctrl-C a second time
-            os._exit(128 + number)
+        if "TORCHELASTIC_RUN_ID" not in os.environ:               # torchrun sends a Ctrl-C a second time
+            if signals:
+                os._exit(128 + number)
+            os.write(2, b"stopping after this update; once more: at once\n")
         signals.append(number)
-        os.write(2, b"stopping after this update; once more: at once\n")
     signal.signal(signal.SIGINT, on_signal)
     signal.signal(signal.SIGTERM, on_signal)
     prepare.run(lambda: main(sys.argv[1:], signals))
