@@ -69,7 +69,8 @@ class Run:
         self.extent = -0.5, self.L - 0.5, 0.5, self.L - 0.5      # of a picture, representations by blocks
         self.log = dict(train={}, eval={})                       # losses by number of tokens
         for line in read_log(Path(folder, "log.jsonl")):
-            if line.get("kind") in self.log and {"tokens", "loss"} <= line.keys():
+            if line.get("kind") in self.log and all(type(line.get(k)) in (int, float)
+                                                    for k in ("tokens", "loss")):
                 self.log[line["kind"]][line["tokens"]] = line["loss"]
 
     @cached_property
@@ -241,6 +242,9 @@ class Figures:
                 unit = 1e6 if suffix == "_tokens" else 1e12 / (6 * bench.forward_flops(run.cfg, T) // T)
                 for kind, name in ("train", f"{label}, training"), ("eval", label):
                     x, y, std = self.loss([run, *more], kind)
+                    if not len(x):
+                        say(f"fig01: no {kind} loss of {run.label} where all its runs have one")
+                        continue
                     late = x >= x[-1] / 4                        # the first steps would flatten the rest
                     lines.append((name, run, run.style, x[late] / unit, y[late], std[late]))
             self.line_plot("Validation and (thin) training loss", lines, xlabel, "nats per token", suffix)
@@ -361,13 +365,16 @@ GROUPS = dict(  # figures, what they need, and whether a run has that
     circuits=("table2", "a dynamic router", lambda run: run.routed and run.variant == "dynamic"),
     pruning=("table5", "a static router", lambda run: run.routed and run.variant == "static"))
 
+def seed(text):
+    return int(text) % 2 ** 32
+
 def main(argv):
     parser, runs, draw = prepare.Parser(description=__doc__), [], Figures()
     parser.add_argument("runs", nargs="*", help="folders of runs; default: the newest under out/")
     parser.add_argument("--only", default=",".join(GROUPS), help="groups or figures [%(default)s]")
     parser.add_argument("--tokens", help='2 to 8 to compare [" is, are, was, were", with bytes the vowels]')
     parser.add_argument("--figures", default="figures", help="folder to write to [%(default)s]")
-    parser.add_argument("--seed", type=lambda x: int(x) % 2 ** 32, default=1, help="[%(default)s]")
+    parser.add_argument("--seed", type=seed, default=1, help="[%(default)s]")
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, mps; auto: the best there is")
     args = parser.parse_args(argv)
     only, names = args.only.split(","), " ".join(names for names, *_ in GROUPS.values()).split()

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 
 import torch
 
@@ -32,7 +33,7 @@ class Settings:
     batch_size: int = 4  # sequences in a step
     rounds: int = 10  # steps of each, after one that is not counted
     generate: int = 256  # tokens to generate, at most block_size; 0: none
-    vs_hf: bool = False  # add LlamaForCausalLM of the transformers library
+    vs_hf: bool = False  # add LlamaForCausalLM (pip install transformers)
     json: str = ""  # write the numbers to this file
     device: str = "auto"  # as in train.py
     dtype: str = "auto"  # as in train.py
@@ -97,8 +98,10 @@ class Runner:
         torch.manual_seed(s.seed)
         self.device, self.dtype, self.name = device, dtype, name
         if name == "hf":
-            from transformers import LlamaConfig, LlamaForCausalLM
-
+            try:
+                from transformers import LlamaConfig, LlamaForCausalLM
+            except ImportError:
+                raise UserError("--vs_hf needs: pip install transformers") from None
             self.model = LlamaForCausalLM(
                 LlamaConfig(
                     vocab_size=cfg.vocab_size,
@@ -179,11 +182,13 @@ def main(argv):
             lime.check(replace(cfg, variant=name) if name != "hf" else cfg)
     except ValueError as e:
         raise UserError(e) from None
-    if min(s.rounds, s.batch_size) < 1 or not 0 <= s.generate:
-        raise UserError(
-            f"--rounds={s.rounds} --batch_size={s.batch_size} --generate={s.generate}, expected at "
-            "least 1, 1 and 0"
-        )
+    low = dict(rounds=1, batch_size=1, generate=0, seed=0)
+    wrong = [f"--{k}={getattr(s, k)}, expected {v} to 10^9" for k, v in low.items()
+             if not v <= getattr(s, k) <= 10 ** 9]
+    if s.json and not Path(s.json).absolute().parent.is_dir():
+        wrong.append(f"--json={s.json}: there is no such folder")
+    if wrong:
+        raise UserError("; ".join(wrong))
     device, dtype = pick_device(s.device, s.dtype)
     generator = torch.Generator().manual_seed(s.seed)
     x = torch.randint(cfg.vocab_size, (s.batch_size, cfg.block_size), generator=generator).to(device)

@@ -6,7 +6,7 @@ lets each head mix its keys and values from them all; queries still come from th
 
 Letters: B batch, T tokens, V vocabulary, L blocks, D features (n_embd), M features in the MLP (n_hidden),
 H heads, Hkv key-value heads, hd = D/H features of a head; x_m is the stream that enters block m, x_0 the
-embedding; block r reads from m = 0..r, of S rows of N = B*T tokens. `python lime.py` prints the tables.
+embedding; block r reads m = 0..r, S rows in all. `python lime.py` prints the paper's tables beside ours.
 """
 import math
 from dataclasses import dataclass, replace
@@ -28,26 +28,26 @@ class Config:
     block_size: int = 256         # the most tokens the model looks back on
     kv_init: str = "small"        # small: keys, values of blocks >= 1 start in +-1/D; normal: std 0.02
     route_top_p: float = 1.0      # static: a head keeps its largest weights up to this sum, in (0, 1]; 1: all
-    router_init: str = "uniform"  # kv: R starts off its own heads as the authors': uniform, or as llama: zero
+    router_init: str = "uniform"  # kv, R for the blocks below: uniform (the authors'), zero (starts as llama)
     hc_rate: int = 4              # hc: residual streams
     hc_dynamic: bool = True       # hc: weights from the token as well
     rope_theta: float = 10000.0   # base of the rotary embedding's wavelengths
     norm_eps: float = 1e-6        # RMSNorm adds it to the mean square
 
 def normalise(x, eps):
-    """RMSNorm without its gain, n = x / rms(x). The gain belongs to whoever reads n."""
+    """RMSNorm without its gain, n = x / rms(x). The gain belongs to whoever reads n."""      # mean is slower
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
 
 def project(n, w, g):
-    """(n * g) @ w.T, with the norm's gain g (D,) multiplied into the smaller of n (..., D) and w (out, D)."""
+    """(n * g) @ w.T, with the norm's gain g, (D,) or 1, multiplied into the smaller of n and w (out, D)."""
     return F.linear(n * g, w) if n.numel() < w.numel() else F.linear(n, w * g)
 
 # ---- LIMe: what a block writes into the depth memory, and what its heads read from it -------------------
 class Own(nn.Module):
     """LLaMA: keys and values from the block's own stream. The other variants replace one or both of
 
-        write(n, g, memory)  sets memory.last, adds rows for the blocks above; n = x_r / rms(x_r), g its gain
-        read(memory, g)      its keys and values side by side, (B, Hkv, T, 2 hd), before rotation
+        write(n, g, memory)  sets memory.last, adds to memory.new; n = x_r / rms(x_r), (B, T, D), g its gain
+        read(g, memory)      keys and values side by side, (B, Hkv, T, 2 hd), before rotation
     The rows of wkv: hd for K of the first head, hd for its V, then the next head's."""
     def __init__(self, cfg, r):
         super().__init__()
@@ -57,11 +57,11 @@ class Own(nn.Module):
     def write(self, n, g, memory):
         memory.last = n
 
-    def read(self, memory, g):
+    def read(self, g, memory):
         return project(memory.last, self.wkv, g).unflatten(-1, (self.cfg.n_kv_head, -1)).transpose(1, 2)
 
     def weights(self, n):
-        """The router's choice for n: its table, if there is one."""
+        """The router's weights: (H, S) for all tokens, (B*T, H, S) if of their own, None without a router."""
         return getattr(self, "R", None)
 
 class Stream(Own):
@@ -93,7 +93,7 @@ class Static(Stream):
             a = a / a.sum(-1, keepdim=True)
         return a
 
-    def read(self, memory, g):
+    def read(self, g, memory):
         n, w = memory.last, (self.wkv * self.gain).unflatten(0, (self.cfg.n_head, -1))       # w (H, 2 hd, D)
         return memory.mix(self.weights(n), w).unflatten(1, n.shape[:2]).transpose(0, 1)
 
@@ -103,7 +103,7 @@ class Dynamic(Static):
         a = softmax(W g_r n_r)    z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h"""
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
-        self.R, self.W = None, nn.Parameter(torch.empty(cfg.n_head * (r + 1), cfg.n_embd))
+        self.R, self.W = None, nn.Parameter(torch.empty(cfg.n_head * (r + 1), cfg.n_embd))  # no table
 
     def init_router(self):
         self.W.normal_(0, 0.02)
@@ -116,11 +116,11 @@ class Dynamic(Static):
 class Pair(Own):
     """Block 0 of kv: reads its own keys and values, and writes them for the blocks above."""
     def write(self, n, g, memory):
-        memory.last = n
-        memory.last = Own.read(self, memory, g)                      # (B, Hkv, T, 2 hd)
+        Own.write(self, n, g, memory)
+        memory.last = Own.read(self, g, memory)                      # (B, Hkv, T, 2 hd)
         memory.new.append(memory.last.transpose(0, 1).flatten(1, 2)) # Hkv rows (Hkv, B*T, 2 hd)
 
-    def read(self, memory, g):
+    def read(self, g, memory):
         return memory.last
 
 class KeyValue(Pair):
@@ -133,15 +133,15 @@ class KeyValue(Pair):
 
     def init_router(self):
         Hkv, S = self.R.shape
-        b = math.sqrt(3 / S) if self.cfg.router_init == "uniform" else 0.0
+        b = math.sqrt(3 / S) if self.cfg.router_init == "uniform" else 0.0   # std 1/sqrt(S)
         self.R.uniform_(-b, b)[:, S - Hkv:] = torch.eye(Hkv)         # identity on the block's own heads
 
-    def read(self, memory, g):
+    def read(self, g, memory):
         return memory.mix(self.R).unflatten(1, memory.last.shape[::2]).transpose(0, 1)       # ::2: (B, T)
 
 PIECE = 2 ** 20                                              # numbers; about what a processor's cache holds
 def pieces(n, width, size):
-    """Slices of n rows, width numbers each, that hold about `size` numbers."""
+    """Slices of n rows, width numbers each, that hold about `size` numbers or one row."""
     step = max(1, size // width)
     return [slice(i, i + step) for i in range(0, n, step)]
 
@@ -155,8 +155,8 @@ def mix_plain(a, w, *new):
     return z if w is None else z.to(w.dtype) @ w.mT
 
 class Memory:
-    """The depth memory of one forward pass: rows (S, N, E) as written, in one buffer; `new` are the last.
-    No block copies them or keeps its mixture for backward (see Mix): training's memory is linear in depth."""
+    """The depth memory of one forward pass: rows (S, N, E) of N = B*T tokens, in one buffer; `new`, those not
+    yet in it; `last`, from a block's write to its read. No block copies rows or keeps mixtures (see Mix)."""
     def __init__(self, n_layer):
         self.n_layer, self.used, self.rows, self.last, self.new = n_layer, 0, None, None, []
 
@@ -165,7 +165,7 @@ class Memory:
         projected as well, z_h w_h^T: (H, N, out)."""
         if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
             return checkpoint(mix_plain, a, w, *self.new, use_reentrant=False)
-        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: no buffer
+        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: a buffer costs more
             return mix_plain(a, w, *self.new)
         new, device = torch.cat(self.new).to(a.dtype), a.device.type     # float32 also under autocast
         if self.rows is None:
@@ -179,7 +179,8 @@ class Memory:
 
 class Mix(torch.autograd.Function):
     """mix_plain on pieces of the tokens that fit the processor's cache. Backward makes each piece again,
-    instead of keeping it, and adds to the gradient of all rows, one buffer too."""
+    instead of keeping it. `rows` goes in and out, so autograd hands the gradient of all rows, one buffer as
+    well, from the last block that reads down to the first, and each adds its own part in place."""
     @staticmethod
     def forward(ctx, rows, S, a, w, new):
         ctx.new = slice(S, S + len(new))
@@ -263,7 +264,7 @@ VARIANTS = {  # memory of block 0, memory of the blocks above, residual
 
 # ---- the block ------------------------------------------------------------------------------------------
 def rotate(x, cos, sin):
-    """Rotary position embedding of x (..., T, hd): features i and i + hd/2 turn with the position."""
+    """Rotary position embedding of x (..., T, hd): features i and i + hd/2 turn; cos, sin (T, hd)."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin                # sin is negative for the first half
 
 class Attention(nn.Module):
@@ -279,19 +280,17 @@ class Attention(nn.Module):
     def forward(self, n, memory, rope, cache, start, trace):
         q = project(n, self.wq, self.gain).unflatten(-1, (self.H, -1)).transpose(1, 2)      # (B, H, T, hd)
         self.memory.write(n, self.gain, memory)
-        k, v = self.memory.read(memory, self.gain).chunk(2, -1)          # (B, Hkv, T, hd)
+        k, v = self.memory.read(self.gain, memory).chunk(2, -1)          # (B, Hkv, T, hd)
         if trace is not None:
             trace.setdefault("values", []).append(v)
             trace.setdefault("weights", []).append(self.memory.weights(n))
-        q, k, T, mask = rotate(q, *rope), rotate(k, *rope), n.shape[1], None
+        q, k, T = rotate(q, *rope), rotate(k, *rope), n.shape[1]
         if cache is not None:                                            # (2, B, Hkv, block_size, hd)
             place = cache.narrow(3, start, T)
             place[0], place[1] = k, v
             k, v = cache.narrow(3, 0, start + T)
-            if start and T > 1:                                          # several tokens after the first
-                mask = torch.ones(T, start + T, dtype=torch.bool, device=n.device).tril(start)
-        y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask,
-                                           is_causal=T > 1 and mask is None, enable_gqa=k.shape[1] != self.H)
+        y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), enable_gqa=k.shape[1] != self.H,
+                                           is_causal=T > 1)              # one token sees all that is cached
         return F.linear(y.transpose(1, 2).flatten(2), self.wo)
 
 class MLP(nn.Module):
@@ -309,9 +308,8 @@ class Block(nn.Module):
     """Attention, then the MLP, each around the residual."""
     def __init__(self, cfg, r):
         super().__init__()
-        residual = VARIANTS[cfg.variant][2]
         self.attn, self.mlp = Attention(cfg, r), MLP(cfg)
-        self.res1, self.res2 = residual(cfg, r), residual(cfg, r)
+        self.res1, self.res2 = (VARIANTS[cfg.variant][2](cfg, r) for _ in range(2))
 
     def forward(self, x, *args):
         return self.res2(self.res1(x, lambda n: self.attn(n, *args)), self.mlp)
@@ -321,13 +319,13 @@ class LIMe(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         check(cfg)
-        self.cfg = cfg = replace(cfg, n_kv_head=cfg.n_kv_head or cfg.n_head)  # 0 no more
+        self.cfg = cfg = replace(cfg, n_kv_head=cfg.n_kv_head or cfg.n_head)
         self.embed = nn.Parameter(torch.empty(cfg.vocab_size, cfg.n_embd))                  # also the head
         self.blocks = nn.ModuleList(Block(cfg, r) for r in range(cfg.n_layer))
-        self.gain = nn.Parameter(torch.ones(cfg.n_embd))
+        self.gain = nn.Parameter(torch.ones(cfg.n_embd))                 # of the norm before the head
         hd = cfg.n_embd // cfg.n_head
         angle = torch.outer(torch.arange(cfg.block_size), cfg.rope_theta ** (torch.arange(0, hd, 2) / -hd))
-        rope = torch.stack((angle.cos().repeat(1, 2), torch.cat((-angle.sin(), angle.sin()), 1)))
+        rope = torch.stack((angle.cos().repeat(1, 2), torch.cat((-angle.sin(), angle.sin()), 1)))  # cos, sin
         self.register_buffer("rope", rope, persistent=False)
         self.init_weights()
 
@@ -344,7 +342,9 @@ class LIMe(nn.Module):
                 m.init_router()
 
     def hidden(self, idx, cache=None, start=0, trace=None):
-        """The last stream, normalised, (B, T, D). With a cache, idx are the tokens from position start on."""
+        """The last stream, normalised, (B, T, D). With a cache, idx are all tokens or the one at start."""
+        if start + idx.shape[1] > self.cfg.block_size:
+            raise ValueError(f"{start + idx.shape[1]} tokens, at most block_size = {self.cfg.block_size}")
         rope, memory = self.rope[:, start:start + idx.shape[1]], Memory(self.cfg.n_layer)
         residual = VARIANTS[self.cfg.variant][2]
         x = residual.expand(F.embedding(idx, self.embed), self.cfg)
@@ -358,9 +358,9 @@ class LIMe(nn.Module):
         return normalise(x, self.cfg.norm_eps)
 
     def forward(self, idx, targets=None, trace=None):
-        """(logits, loss) of ids idx (B, T): logits (B, T, V), None with targets if B T V > PIECE;
-        mean cross-entropy with targets (B, T), nats, or None. A dict as trace receives lists over
-        the blocks: `hidden`, x_0..x_L (B, T, D); `values` (B, Hkv, T, hd); `weights`, as weights() says."""
+        """(logits, loss) of ids idx (B, T), T at most block_size: logits (B, T, V), None with targets if
+        B T V > PIECE; mean cross-entropy with targets (B, T), all of them ids, in nats, or None. A dict as
+        trace gets lists over blocks: `hidden`, x_0..x_L (B, T, D); `values` (B, Hkv, T, hd); `weights`."""
         n = self.hidden(idx, trace=trace)
         many = targets is not None and idx.numel() * len(self.embed) > PIECE
         if many and not torch.compiler.is_compiling():
@@ -370,19 +370,19 @@ class LIMe(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1, top_k=0, top_p=1, generator=None, n_vocab=None):
-        """Yield max_new_tokens tokens (B,), each drawn (see draw) after idx (B, T) and those before it. The
-        cache holds each block's keys, rotated, and values, as a plain Transformer's. Beyond block_size, a
-        token costs a pass over the last block_size tokens, as their positions shift."""
-        cfg, S = self.cfg, self.cfg.block_size
-        cache = self.embed.new_empty(cfg.n_layer, 2, len(idx), cfg.n_kv_head, S, cfg.n_embd // cfg.n_head)
-        new, start = idx[:, -S:], 0
+        """Yield max_new_tokens tokens (B,), ids below n_vocab, each drawn (see draw) after idx (B, T >= 1)
+        and those before it. The cache holds each block's keys, rotated, and values, as a plain Transformer's.
+        Beyond block_size, a token costs a pass over the last block_size tokens, as their positions shift."""
+        cfg, size = self.cfg, self.cfg.block_size
+        cache = self.embed.new_empty(cfg.n_layer, 2, len(idx), cfg.n_kv_head, size, cfg.n_embd // cfg.n_head)
+        new, start = idx[:, -size:], 0
         for _ in range(max_new_tokens):
             logits = project(self.hidden(new, cache, start)[:, -1], self.embed, self.gain)[:, :n_vocab]
             token = draw(logits, temperature, top_k, top_p, generator).to(idx.device)
             yield token
             start, new = start + new.shape[1], token[:, None]
-            idx = torch.cat((idx, new), 1)[:, -S:]
-            if start == S:
+            idx = torch.cat((idx, new), 1)[:, -size:]
+            if start == size:
                 new, start = idx, 0
 
 def draw(logits, temperature=1, top_k=0, top_p=1, generator=None):
@@ -392,17 +392,17 @@ def draw(logits, temperature=1, top_k=0, top_p=1, generator=None):
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = logits.sort(-1, descending=True)
-    p = ((logits - logits[:, :1]) / temperature).softmax(-1)  # at most 0: no temperature overflows
+    p = ((logits - logits[:, :1]) / max(temperature, 1e-30)).softmax(-1)   # of 0 and less: no overflow
     out = p.cumsum(-1) - p >= top_p                                      # never the first
     out[:, (top_k or logits.shape[1]):] = True
     return order.gather(-1, torch.multinomial(p.masked_fill(out, 0), 1, generator=generator))[:, 0]
 
 class Loss(torch.autograd.Function):
-    """Mean cross-entropy of the logits n w^T with targets, n (N, D), w (V, D). Logits are made in pieces, and
+    """Mean cross-entropy of logits n w^T with targets (N,); n (N, D), w (V, D). Logits come in pieces, and
     gradients while a piece is there; backward only scales them."""
     @staticmethod
     def forward(ctx, n, w, targets):
-        total, train = 0, ctx.needs_input_grad[0]
+        total, train = 0, any(ctx.needs_input_grad)
         ctx.grads = dn, dw = (torch.empty_like(n), torch.zeros_like(w)) if train else (None, None)
         for c in pieces(len(n), len(w), 8 * PIECE):
             t, p = targets[c, None], (n[c] @ w.T).to(n.dtype).log_softmax(-1)
@@ -428,9 +428,9 @@ PRESETS = {
 
 def check(cfg):
     """Raise ValueError, one line that names each field out of its range."""
-    H, Hkv, p = max(1, cfg.n_head), cfg.n_kv_head or cfg.n_head, cfg.route_top_p
+    H, Hkv, p = max(1, cfg.n_head), cfg.n_kv_head or max(1, cfg.n_head), cfg.route_top_p
     choices = dict(variant=VARIANTS, kv_init=("small", "normal"), router_init=("uniform", "zero"))
-    rules = [(k, getattr(cfg, k) >= 1, "at least 1")
+    rules = [(k, 1 <= getattr(cfg, k) <= 10 ** 9, "1 to 10^9")
              for k in "n_layer n_head n_embd n_hidden vocab_size block_size hc_rate".split()]
     rules += [(k, getattr(cfg, k) in names, "one of " + ", ".join(names)) for k, names in choices.items()]
     rules += [
@@ -439,7 +439,7 @@ def check(cfg):
         ("n_kv_head", Hkv == H or cfg.variant not in ("static", "dynamic"),
          f"n_head = {H} in static and dynamic, where each query head reads a mixture of its own"),
         ("route_top_p", p == 1 or 0 < p < 1 and cfg.variant == "static", "in (0, 1], and 1 if not static"),
-        ("rope_theta", 0 < cfg.rope_theta < math.inf, "above 0"),
+        ("rope_theta", 0 < cfg.rope_theta < math.inf, "above 0, finite"),
         ("norm_eps", 0 <= cfg.norm_eps < 1, "in [0, 1)")]
     wrong = [f"{k} is {getattr(cfg, k)}, expected {what}" for k, fine, what in rules if not fine]
     if wrong:

@@ -7,6 +7,7 @@ What train.py, sample.py, bench.py and analyze.py share: the device, and runs on
 """
 import contextlib
 import json
+import math
 import os
 import zipfile
 from dataclasses import fields
@@ -45,7 +46,7 @@ def newest_run():
     return str(runs[-1].parent)
 
 def new_run(out_dir, variant):
-    """The folder of a new run, made at once, so that two runs that start together don't take the same."""
+    """The folder of a new run. Without out_dir, two runs that start together get two."""
     path = Path(out_dir or "out")
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -87,8 +88,9 @@ def load_run(path, check=lambda ckpt, model: None):
                "its weights are not all finite float32 numbers")
         check(ckpt, model)
         return ckpt
-    except FileNotFoundError:
-        raise UserError(f"{path} is not there; make it: python train.py --out_dir={path.parent}") from None
+    except (FileNotFoundError, NotADirectoryError):
+        there = ", ".join(sorted(str(p.parent) for p in Path("out").glob("*/ckpt.pt"))) or "none"
+        raise UserError(f"{path} is not there; under out: {there}; a new one: python train.py") from None
     except Exception as e:                                       # whatever its bytes make the loaders raise
         if type(e).__name__ in ("UnpicklingError", "BadZipFile"):        # their texts don't help
             e = "it is damaged, or holds more than tensors and plain types"
@@ -101,6 +103,14 @@ def load_model(path, device):
     model = lime.LIMe(lime.Config(**ckpt["config"]))
     model.load_state_dict(ckpt["model"])
     return ckpt, model.to(device).eval()
+
+def best_loss(out_dir):
+    """The validation loss of best.pt, inf without it; after a kill it may be newer than ckpt.pt."""
+    path = Path(out_dir, "best.pt")
+    try:
+        return load_run(path)["best"] if path.exists() else math.inf
+    except UserError as e:
+        raise UserError(f"{e}; delete it, and --resume goes on from ckpt.pt") from None
 
 def save(path, state):
     """Write a checkpoint under another name, flush it, rename it: `path` is always whole, old or new."""

@@ -54,7 +54,7 @@ def main(argv):
     check(s)
     device, _ = pick_device(s.device)
     text, path = read_start(s.start), Path(s.out_dir or newest_run())
-    if path.suffix != ".pt":
+    if path.suffix != ".pt" or path.is_dir():
         path = path / ("best.pt" if (path / "best.pt").exists() else "ckpt.pt")
     run, model = load_model(path, device)
     encoding = prepare.get_tokenizer(run["tokenizer"])

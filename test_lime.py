@@ -418,7 +418,7 @@ def test_cache_changes_nothing(variant):
     model = toy(variant, n_kv_head=2 if variant in ("llama", "kv", "hc") else 4)
     hd, idx = 4, ids(3)
     for T in (1, 11, 12):
-        for steps in ([T], [1] * T, [1, T - 1], [T // 2, T - T // 2]):
+        for steps in ([T], [1] * T, [T - 1, 1]):
             cache, done, out = torch.empty(4, 2, 3, model.cfg.n_kv_head, 12, hd, dtype=torch.float64), 0, []
             for n in filter(None, steps):
                 out.append(model.hidden(idx[:, done : done + n], cache, done))
@@ -700,6 +700,8 @@ def test_trace():
         dict(router_init="one"),
         dict(hc_rate=0),
         dict(rope_theta=-1),
+        dict(rope_theta=float("inf")),
+        dict(n_hidden=10 ** 18),
         dict(norm_eps=float("nan")),
     ],
 )
@@ -708,6 +710,15 @@ def test_unfit_sizes_are_refused(fields):
     with pytest.raises(ValueError, match="expected|which only") as e:
         lime.LIMe(lime.Config(**{**SMALL, **fields}))
     assert "\n" not in str(e.value) and any(name in str(e.value) for name in fields)
+    assert str(e.value).count("expected") == 1
+
+
+def test_more_tokens_than_the_model_looks_back_on():
+    """Catches an error about tensor sizes in the middle of attention, and a cache written past its end."""
+    model = toy("llama")
+    for call in (lambda: model(ids(T=13)), lambda: model.hidden(ids(T=1), start=12)):
+        with pytest.raises(ValueError, match="13 tokens, at most block_size = 12"):
+            call()
 
 
 def deep_learns(model, steps, lr, x, y):
@@ -984,6 +995,22 @@ def test_resume_refuses_other_settings(fit, capsys, text_set):
     refused(capsys, lambda: fit("run"), "holds a run", "--resume")
     refused(capsys, lambda: train.main(["--resume", "--out_dir=nothing"]), "nothing", "not there")
     assert before == {p: p.stat().st_mtime_ns for p in run.iterdir()}
+    good = (run / "best.pt").read_bytes()
+    (run / "best.pt").write_bytes(b"x")
+    refused(capsys, lambda: train.main(["--resume", "--out_dir=run", "--max_iters=7"]), "best.pt", "delete")
+    (run / "best.pt").write_bytes(good)
+    (run / "ckpt.pt").unlink()                                   # best.pt alone is a run as well
+    refused(capsys, lambda: fit("run"), "holds a run")
+    assert (run / "best.pt").read_bytes() == good
+
+
+def test_resume_names_data_that_were_replaced(fit, text_set, capsys, monkeypatch):
+    """Catches a resumed run blamed for its sizes where another text has taken the name of its own."""
+    fit("run")
+    other, real = Path("other"), prepare.load
+    command([str(write_bin(Path("other.bin"), [50256, *range(900)])), "--data_dir=."])
+    monkeypatch.setattr(prepare, "load", lambda name, *a, **k: real(str(other), *a, **k))
+    refused(capsys, lambda: train.main(["--resume", "--out_dir=run", "--max_iters=7"]), "not the data of run")
 
 
 @pytest.mark.parametrize("part", ["loss", "gradient"])
@@ -1064,6 +1091,9 @@ def test_a_failed_save_leaves_the_old_checkpoint(fit, capsys, monkeypatch):
     "program, flags, words",
     [
         (train, "--lerning_rate=1", "did you mean --learning_rate"),
+        (bench, "--seed=-1", "--seed=-1"),
+        (bench, "--json=none/x.json", "no such folder"),
+        (bench, "--vs_hf --variants=llama", "pip install transformers"),
         (train, "--max_iters=-1", "--max_iters=-1"),
         (train, "--max_iters=x", "invalid int"),
         (train, "--compile=maybe", "neither true nor false"),
@@ -1090,7 +1120,8 @@ def test_a_failed_save_leaves_the_old_checkpoint(fit, capsys, monkeypatch):
 def test_bad_flags_are_one_line(program, flags, words, text_set, tmp_path, monkeypatch, capsys):
     """Catches a bare traceback, a flag taken for another, or a folder made before the check."""
     monkeypatch.chdir(tmp_path)
-    data = [] if program is sample or "--dataset" in flags else [f"--dataset={text_set}"]
+    monkeypatch.setitem(sys.modules, "transformers", None)       # as where it is not installed
+    data = [] if program is not train or "--dataset" in flags else [f"--dataset={text_set}"]
     refused(capsys, lambda: program.main([*data, *flags.split()]), words)
     assert not list(tmp_path.iterdir())
 
@@ -1319,14 +1350,17 @@ def test_sample_extremes(fit, capsys):
     capsys.readouterr()
     sample.main(["--temperature=0", "--max_new_tokens=9", "--start=a"])
     greedy = capsys.readouterr().out
-    sample.main(["--temperature=1e-45", "--max_new_tokens=9", "--start=a"])
-    assert capsys.readouterr().out == greedy
+    for t in ("1e-45", "1e-300"):
+        sample.main([f"--temperature={t}", "--max_new_tokens=9", "--start=a"])
+        assert capsys.readouterr().out == greedy
     Path("prompt.txt").write_bytes("a\r\nb\u00e9".encode())
     sample.main(["--start=FILE:prompt.txt", "--max_new_tokens=1"])
     assert capsys.readouterr().out.startswith("a\r\nb\u00e9")
     Path("prompt.txt").write_bytes(b"\xff")
     refused(capsys, lambda: sample.main(["--start=FILE:prompt.txt"]), "not a UTF-8 text")
     refused(capsys, lambda: sample.main(["--start=\udcff"]), "not a UTF-8 text")
+    fit("out/folder.pt")
+    sample.main(["--out_dir=out/folder.pt", "--max_new_tokens=1"])
 
 
 # ---- processes
@@ -1455,7 +1489,7 @@ def test_two_processes_equal_one(text_set, tmp_path):
         f"sys.path.insert(0, {str(HERE)!r})\n"
         "import train\n"
         "start, end = train.dist.init_process_group, train.dist.destroy_process_group\n"
-        f"for v in {variants}:                                      # one group for all: torch starts but one\n"
+        f"for v in {variants}:                                      # one group for all: torch starts one\n"
         "    train.dist.init_process_group = start if v == 'static' else lambda *a: None\n"
         "    train.dist.destroy_process_group = end if v == 'hc' else lambda: None\n"
         "    train.main([*sys.argv[1:], '--variant=' + v, '--out_dir=two-' + v])\n")
@@ -1642,7 +1676,7 @@ def test_data_local_shard_as_it_is(tmp_path, capsys):
     assert all_tokens(tmp_path) == list(range(100))
     before = snapshot(tmp_path / "set")
     capsys.readouterr()
-    path = write_bin(tmp_path / "t.bin", [50257] * 100)
+    path = write_bin(tmp_path / "s.bin", [50257] * 100)
     assert command([str(path), "--name=set", f"--data_dir={tmp_path}"]) == 1
     assert "50257" in one_error_line(capsys) and snapshot(tmp_path / "set") == before
 
@@ -1723,6 +1757,16 @@ def test_data_second_run_does_nothing(tmp_path, capsys):
     assert make(tmp_path, "one text " * 20) == 0 and snapshot(tmp_path / "set") == before
     assert make(tmp_path, "other text " * 20) == 0
     assert bytes(all_tokens(tmp_path)[1:]) == b"other text " * 20
+
+
+def test_data_sets_of_other_files_stay(tmp_path, capsys):
+    """Catches a set, and with it the runs on it, lost to other files that are given the same name."""
+    make(tmp_path, "one text " * 20)
+    before = snapshot(tmp_path / "set")
+    capsys.readouterr()
+    assert make(tmp_path, '{"text": "another"}\n' * 20, suffix=".jsonl") == 1
+    assert "source.txt" in (line := one_error_line(capsys)) and "another --name" in line
+    assert snapshot(tmp_path / "set") == before
 
 
 def test_data_failure_keeps_what_was_there(tmp_path, monkeypatch, capsys):
@@ -2181,7 +2225,8 @@ def fig_toys(tmp_path_factory):
                 for k in ("train", "eval")
             ]
             (run / "log.jsonl").write_text(
-                "".join(json.dumps(line) + "\n" for line in lines) + '{"kind": "ev'
+                "".join(json.dumps(line) + "\n" for line in lines)
+                + '{"kind": "train", "step": 1, "tokens": 5, "loss": null}\n{"kind": "ev'
             )
     return folder
 
@@ -2415,6 +2460,21 @@ def test_fig_same_again(fig_toys, fig_drawn):
     assert files == ["fig06_tsne_values.json", "fig06_tsne_values.png",
                      "table5_pruning.json", "table5_pruning.txt"]
     assert all((fig_toys / "once" / f).read_bytes() == (fig_toys / "twice" / f).read_bytes() for f in files)
+
+
+def test_fig_loss_of_runs_that_logged_at_other_steps(fig_toys, tmp_path, capsys):
+    """Catches a traceback where the runs to be averaged share no step."""
+    state = torch.load(fig_toys / "static" / "ckpt.pt")
+    for seed in (1, 2):
+        run = tmp_path / str(seed)
+        run.mkdir()
+        runs.save(run / "ckpt.pt", dict(state, settings=dict(state["settings"], seed=seed)))
+        lines = [dict(kind="eval", step=i, tokens=i, loss=1.0) for i in (0, 9)]
+        lines += [dict(kind="train", step=i, tokens=i, loss=1.0) for i in (seed, 4 + seed)]
+        (run / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    analyze.main([str(tmp_path / "1"), str(tmp_path / "2"), "--only=fig01", f"--figures={tmp_path / 'f'}"])
+    assert "fig01: no train loss" in capsys.readouterr().err
+    assert (tmp_path / "f/fig01_loss_tokens.png").exists()
 
 
 def test_fig_one_line(fig_toys, capsys, monkeypatch):

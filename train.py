@@ -41,12 +41,12 @@ class Settings:
     router_lr: float = 1e-2      # peak for the routers
     min_lr: float = 0.0          # end of the cosine (the routers' end is in proportion)
     warmup_iters: int = 40       # updates of linear warm-up
-    weight_decay: float = 0.1    # of matrices; embedding, norms and static routers have none
+    weight_decay: float = 0.1    # of matrices; embedding, norms and tables of routers have none
     beta1: float = 0.9           # AdamW's
     beta2: float = 0.95          # AdamW's
     grad_clip: float = 1.0       # largest norm of the gradient; 0: off
     eval_interval: int = 100     # updates between evaluations, which also save; 0: only at the end
-    eval_iters: int = 20         # batches in an evaluation, the same windows in every run; 0: no evaluation
+    eval_iters: int = 20         # batches in an evaluation, windows spread evenly; 0: no evaluation
     log_interval: int = 10       # updates between lines; 0: off
     seed: int = 1                # of the first weights and of the order of the data
     device: str = "auto"         # cpu, cuda, cuda:1, mps; auto: the best there is
@@ -71,7 +71,8 @@ MAY_CHANGE = set("max_iters learning_rate router_lr min_lr eval_interval eval_it
 def check(s):
     """Raise UserError that names every number out of its range (no assert: python -O checks as well)."""
     low = dict(batch_size=1, gradient_accumulation_steps=1, learning_rate=1e-12)
-    high = dict(beta1=0.9999999, beta2=0.9999999, seed=2 ** 63 - 1, min_lr=s.learning_rate)
+    high = dict(beta1=0.9999999, beta2=0.9999999, seed=2 ** 63 - 1,
+                min_lr=s.learning_rate if s.learning_rate > 0 else 10 ** 9)
     wrong = [f"--{k}={v}, expected {low.get(k, 0)} to {high.get(k, 10 ** 9)}" for k, v in asdict(s).items()
              if type(v) in (int, float) and not low.get(k, 0) <= v <= high.get(k, 10 ** 9)]
     if wrong:
@@ -98,7 +99,7 @@ def parse(argv):
             raise UserError(f"--preset={preset}, expected one of {', '.join(PRESETS)}")
         own = dict(dataset=dataset, preset=preset, vocab_size=0, max_iters=0)   # 0: once the data are known
         parser.set_defaults(**{**lime.PRESETS[preset], **PRESETS[preset], **own})
-        if first.out_dir and Path(first.out_dir, "ckpt.pt").exists():
+        if first.out_dir and any(Path(first.out_dir).glob("*.pt")):
             raise UserError(f"{first.out_dir} holds a run: go on with it (--resume), or give another")
     args = {**vars(parser.parse_args(argv)), "out_dir": first.out_dir}
     s = Settings(**{f.name: args[f.name] for f in fields(Settings)})
@@ -179,7 +180,7 @@ def main(argv, stop=None):
                         f"of the {world} processes")
     if ckpt and step0 >= s.max_iters:
         if rank == 0:
-            print(f"{s.out_dir} is already at step {step0} of {s.max_iters}")
+            print(f"{s.out_dir} is already at step {step0}, nothing to do: --max_iters={s.max_iters}")
         return
     if s.dataset == "pydocs" and rank == 0:
         print("Data: the documentation inside Python. For better text: python data/prepare.py fineweb_edu")
@@ -190,7 +191,7 @@ def main(argv, stop=None):
             device, _ = runs.pick_device(f"cuda:{os.environ['LOCAL_RANK']}")
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    data = prepare.load(s.dataset, cfg.block_size, vocab_size=cfg.vocab_size)
+    data = prepare.load(s.dataset, cfg.block_size, vocab_size=None if ckpt else cfg.vocab_size)
     if ckpt and ckpt["data"] != data.fingerprint:
         raise UserError(f"{s.dataset} is not the data of {s.out_dir}; prepare that, or begin anew")
     cfg.vocab_size = cfg.vocab_size or data.vocab_size
@@ -208,8 +209,7 @@ def main(argv, stop=None):
         raw.load_state_dict(ckpt["model"])
         optimizer.load_state_dict(ckpt["optimizer"])
         scaler.load_state_dict(ckpt["scaler"])
-        best = Path(s.out_dir, "best.pt")                        # may be newer than ckpt.pt, after a kill
-        run.update(best=runs.load_run(best)["best"] if best.exists() else math.inf, skipped=ckpt["skipped"])
+        run.update(best=runs.best_loss(s.out_dir), skipped=ckpt["skipped"])
 
     def autocast():
         return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)

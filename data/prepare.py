@@ -79,8 +79,8 @@ def get_tokenizer(name):
         raise UserError(
             f"cannot load the gpt2 tokenizer ({type(error).__name__}): tiktoken takes vocab.bpe and "
             "encoder.json from https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/ once and "
-            "keeps them in the folder TIKTOKEN_CACHE_DIR names: go online, copy that folder, or use "
-            "--tokenizer=bytes") from error
+            "keeps them in the folder TIKTOKEN_CACHE_DIR names: go online, copy that folder, or prepare "
+            "a text with --tokenizer=bytes") from error
 
 # Up to 4,000 characters, to the end of a word: gpt2 never joins a word to the space after it, so a cut there
 # changes no token. A run with no such place is cut anyway, as tiktoken is slow on long ones.
@@ -176,16 +176,22 @@ def check_disk(folder, need):
         raise UserError(f"{folder}: {free / 1e6:,.0f} MB free on this disk, {need / 1e6:,.0f} MB needed")
 
 def build(name, tokenizer, source, data_dir, write):
-    """Makes data_dir/name, unless it is there and came from the same source. write(path) writes any header
-    and all tokens. Files get their names when complete, and count when meta.json fits them.
+    """Makes data_dir/name, unless it is there and came from the same source; UserError if it is there and
+    came from files of other names, or has another tokenizer. write(path) writes any header and all tokens.
+    Files get their names when complete, and count when meta.json fits them.
     """
     folder = Path(data_dir, name)
     try:
         meta = load(name, 1, data_dir).meta
-        if (meta["source"], meta["tokenizer"]) == (source, tokenizer):
-            return report(meta, folder, "prepared already")
     except UserError:
-        pass  # missing or damaged: made anew
+        meta = None  # missing or damaged: made anew
+    if meta and (meta["source"], meta["tokenizer"]) == (source, tokenizer):
+        return report(meta, folder, "prepared already")
+    files = functools.partial(re.sub, r" \(SHA-256 \w+\)", "")  # edited files may replace their own set
+    if meta and name not in ("fineweb_edu", "pydocs") and (
+            files(meta["source"]), meta["tokenizer"]) != (files(source), tokenizer):
+        raise UserError(f"{folder} holds {meta['tokenizer']} tokens of {meta['source']}: "
+                        "give another --name, or delete that folder")
     temporary = {file: folder / f"{file}.{os.getpid()}.tmp" for file in FILES}  # two runs at once do not mix
     train, val = temporary["train.bin"], temporary["val.bin"]
     try:
@@ -480,7 +486,7 @@ def load(name, block_size, data_dir=DATA_DIR, vocab_size=None):
             path = folder / f"{split}.bin"
             found = scan(path)
             if found.sha256 != meta["sha256"][path.name]:
-                raise UserError(f"{path}: not the file that meta.json describes (SHA-256)")
+                raise ValueError(f"{path.name} is not the file that meta.json describes (SHA-256)")
             splits[split] = Split(path, found.tokens)
             facts = f"the {split} split has {found.tokens:,} tokens, largest id {found.largest} ({path})"
             if found.tokens < block_size + 1:
