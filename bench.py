@@ -102,18 +102,11 @@ class Runner:
                 from transformers import LlamaConfig, LlamaForCausalLM
             except ImportError:
                 raise UserError("--vs_hf needs: pip install transformers") from None
-            self.model = LlamaForCausalLM(
-                LlamaConfig(
-                    vocab_size=cfg.vocab_size,
-                    hidden_size=cfg.n_embd,
-                    intermediate_size=cfg.n_hidden,
-                    num_hidden_layers=cfg.n_layer,
-                    num_attention_heads=cfg.n_head,
-                    max_position_embeddings=cfg.block_size,
-                    num_key_value_heads=cfg.n_kv_head or cfg.n_head,
-                    tie_word_embeddings=True,
-                )
-            ).to(device)
+            self.model = LlamaForCausalLM(LlamaConfig(
+                vocab_size=cfg.vocab_size, hidden_size=cfg.n_embd, intermediate_size=cfg.n_hidden,
+                num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, tie_word_embeddings=True,
+                num_key_value_heads=cfg.n_kv_head or cfg.n_head, max_position_embeddings=cfg.block_size))
+            self.model.to(device)
         else:
             self.model = lime.LIMe(replace(cfg, variant=name)).to(device)
         self.call = torch.compile(self.model) if s.compile else self.model
@@ -135,7 +128,7 @@ class Runner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         t.append(self.clock())
-        self.times.append([1e3 * (b - a) for a, b in zip(t, t[1:] + t[:1])][:3] + [1e3 * (t[3] - t[0])])
+        self.times.append([1e3 * (b - a) for a, b in (*zip(t, t[1:]), (t[0], t[3]))])
 
     @torch.no_grad()
     def generation(self, n):
@@ -148,7 +141,7 @@ class Runner:
         out["cached"] = n / (self.clock() - start)
         start = self.clock()
         for _ in range(n):
-            idx = torch.cat((idx, self.model(idx[:, -cfg.block_size :])[0][:, -1:].argmax(-1)), 1)
+            idx = torch.cat((idx, self.model(idx[:, -cfg.block_size:])[0][:, -1:].argmax(-1)), 1)
         out["uncached"] = n / (self.clock() - start)
         start = self.clock()
         self.model.hidden(torch.zeros(1, cfg.block_size, dtype=torch.long, device=self.device))
@@ -202,28 +195,17 @@ def main(argv):
         for runner in runners:
             runner.step(x)
     rate, table = matrix_rate(device, dtype), []
-    print(
-        f"{cfg.n_layer} layers x {cfg.n_embd}, {cfg.n_head} heads, MLP {cfg.n_hidden}, vocabulary "
-        f"{cfg.vocab_size}, {s.batch_size} x {cfg.block_size} tokens, {device}, {str(dtype)[6:]}, "
-        f"{torch.get_num_threads()} threads, {rate / 1e9:,.0f} GFLOP/s in matrix products, {s.rounds} rounds"
-    )
-    print(
-        "variant   forward backward optimizer   step ms   ratio  tokens/s  MFU   kept MB  peak MB   "
-        "cached  uncached  prompt tokens/s"
-    )
+    print(f"{cfg.n_layer} layers x {cfg.n_embd}, {cfg.n_head} heads, MLP {cfg.n_hidden}, vocabulary "
+          f"{cfg.vocab_size}, {s.batch_size} x {cfg.block_size} tokens, {device}, {str(dtype)[6:]}, "
+          f"{torch.get_num_threads()} threads, {rate / 1e9:,.0f} GFLOP/s in matrix products, {s.rounds} "
+          "rounds\nvariant   forward backward optimizer   step ms   ratio  tokens/s  MFU   kept MB  peak MB   "
+          "cached  uncached  prompt tokens/s")
     for runner in runners:
-        times = [t for t in runner.times[1:]]
+        times = runner.times[1:]
         f, b, o, step = (statistics.median(t[i] for t in times) for i in range(4))
         ratio = statistics.median(t[3] / u[3] for t, u in zip(times, runners[0].times[1:]))
-        row = dict(
-            variant=runner.name,
-            forward=f,
-            backward=b,
-            optimizer=o,
-            step=step,
-            ratio=ratio,
-            tokens_per_s=1e3 * x.numel() / step,
-        )
+        row = dict(variant=runner.name, forward=f, backward=b, optimizer=o, step=step, ratio=ratio,
+                   tokens_per_s=1e3 * x.numel() / step)
         if runner.name != "hf":
             flops = 6 * s.batch_size * forward_flops(replace(cfg, variant=runner.name), cfg.block_size)
             row["mfu"] = flops / (step / 1e3) / rate
@@ -232,29 +214,14 @@ def main(argv):
         child = [sys.executable, __file__, *argv, f"--peak_of={runner.name}"]
         row["peak_mb"] = float(subprocess.run(child, text=True, capture_output=True).stdout or "nan")
         table.append(row)
-        rest = (
-            ("mfu", 5, 2),
-            ("kept_mb", 8, 1),
-            ("peak_mb", 8, 0),
-            ("cached", 8, 0),
-            ("uncached", 9, 0),
-            ("prompt", 9, 0),
-        )
-        print(
-            f"{row['variant']:<9} {f:>7.1f} {b:>8.1f} {o:>9.1f} {step:>9.1f} {ratio:>7.3f} "
-            f"{row['tokens_per_s']:>9,.0f} "
-            + " ".join(f"{row.get(k, math.nan):>{w}.{d}f}" for k, w, d in rest),
-            flush=True,
-        )
+        rest = dict(mfu="5.2f", kept_mb="8.1f", peak_mb="8.0f", cached="8.0f", uncached="9.0f", prompt="9.0f")
+        print(f"{row['variant']:<9} {f:>7.1f} {b:>8.1f} {o:>9.1f} {step:>9.1f} {ratio:>7.3f} "
+              f"{row['tokens_per_s']:>9,.0f} " + " ".join(f"{row.get(k, math.nan):>{how}}"
+                                                          for k, how in rest.items()), flush=True)
     if s.json:
         with open(s.json, "w", encoding="utf-8") as file:
-            json.dump(
-                dict(
-                    settings=asdict(s), config=asdict(cfg), matrix_rate=rate, device=str(device), rows=table
-                ),
-                file,
-                indent=1,
-            )
+            json.dump(dict(settings=asdict(s), config=asdict(cfg), matrix_rate=rate, device=str(device),
+                           rows=table), file, indent=1)
 
 # ---- the paper's tables ---------------------------------------------------------------------------------
 def tables():
@@ -270,24 +237,14 @@ def tables():
         return dict(static=L * B * T * D, dynamic=L * B * T * D + 2 * B * T * H * S, kv=2 * L * B * T * D)
 
     kept = {v: saved_bytes(lime.LIMe(lime.Config(v, **small)), idx) / 4 for v in lime.VARIANTS}
-    print(
-        f"Tables 4 and 6: {L} layers x {D}, {paper.n_head} heads, MLP {paper.n_hidden}, vocabulary "
-        f"{paper.vocab_size:,}; forward TFLOPs at T = {T},\na multiply-add counted as 1; the paper's in "
-        "brackets, - where it gives none\n"
-    )
-    print(
-        f"{'variant':<22}{'parameters':>15} {'(billions)':>10}  {'over llama':>10}{'TFLOPs':>9} {'':>7}"
-        f"{'over llama':>10}"
-    )
-    rows = [
-        ("llama", {}, "1.1767", "2.97"),
-        ("static", {}, "1.1768", "2.98"),
-        ("dynamic", {}, "1.1856", "3.01"),
-        ("kv", {}, "-", "-"),
-        ("hc", {}, "1.1771", "2.98"),
-        ("hc", dict(hc_rate=2), "-", "-"),
-        ("hc", dict(hc_dynamic=False), "-", "-"),
-    ]
+    print(f"Tables 4 and 6: {L} layers x {D}, {paper.n_head} heads, MLP {paper.n_hidden}, vocabulary "
+          f"{paper.vocab_size:,}; forward TFLOPs at T = {T},\na multiply-add counted as 1; the paper's in "
+          "brackets, - where it gives none\n\n"
+          f"{'variant':<22}{'parameters':>15} {'(billions)':>10}  {'over llama':>10}{'TFLOPs':>9} {'':>7}"
+          f"{'over llama':>10}")
+    rows = [("llama", {}, "1.1767", "2.97"), ("static", {}, "1.1768", "2.98"),
+            ("dynamic", {}, "1.1856", "3.01"), ("kv", {}, "-", "-"), ("hc", {}, "1.1771", "2.98"),
+            ("hc", dict(hc_rate=2), "-", "-"), ("hc", dict(hc_dynamic=False), "-", "-")]
     for variant, fields_, theirs, flops in rows:
         cfg = replace(paper, variant=variant, **fields_)
         with torch.device("meta"):
@@ -296,31 +253,21 @@ def tables():
         if variant == "llama":
             base, t0 = n, t
         name = " ".join([variant, *(f"{k}={v}" for k, v in fields_.items())])
-        print(
-            f"{name:<22}{n:>15,} {'(' + theirs + ')':>10}  {n / base - 1:>+10.3%}{t:>9.3f} "
-            f"{'(' + flops + ')':>7}{t / t0 - 1:>+10.2%}"
-        )
-    print(
-        "\nThe paper prints +0.075% parameters for dynamic; by its own numbers it is +0.75%. It prints "
-        "+0.008% for static,\nwhich is the ratio of the rounded billions.\n"
-    )
-    print(
-        "Numbers kept for backward over llama (the paper's formula; ours; measured here at "
-        f"{small['n_layer']} layers x {small['n_embd']} / ours; GB in float32 at the size above, B = 1)"
-    )
+        print(f"{name:<22}{n:>15,} {'(' + theirs + ')':>10}  {n / base - 1:>+10.3%}{t:>9.3f} "
+              f"{'(' + flops + ')':>7}{t / t0 - 1:>+10.2%}")
+    print("\nThe paper prints +0.075% parameters for dynamic; by its own numbers it is +0.75%. It prints "
+          "+0.008% for static,\nwhich is the ratio of the rounded billions.\n\n"
+          "Numbers kept for backward over llama (the paper's formula; ours; measured here at "
+          f"{small['n_layer']} layers x {small['n_embd']} / ours; GB in float32 at the size above, B = 1)")
     theirs = {"static": "(L-1) BTHD", "dynamic": "BTH (L(L+1)/2 - 1) + (L-1) BTHD", "kv": "-"}
     ours = {"static": "L BTD", "dynamic": "L BTD + 2 BTH (L(L+1)/2 - 1)", "kv": "2 L BTD"}
     for v in ours:
         part = (kept[v] - kept["llama"]) / extra(8, 2, 64, 4, 64)[v]
-        print(
-            f"{v:<9} {theirs[v]:<33} {ours[v]:<30} {part:>5.2f} "
-            f"{4 * extra(L, B, T, paper.n_head, D)[v] / 2**30:>8.2f} GB"
-        )
+        print(f"{v:<9} {theirs[v]:<33} {ours[v]:<30} {part:>5.2f} "
+              f"{4 * extra(L, B, T, paper.n_head, D)[v] / 2**30:>8.2f} GB")
     hc = (kept["hc"] - kept["llama"]) / (2 * 8 * 2 * 64 * 64)
-    print(
-        f"{'hc':<9} {'2LBT ((R-1) D + R (R+2))':<33} {f'{hc:.1f} x 2LBTD, at R = {R}':<30} {'':>5} "
-        f"{4 * hc * 2 * L * B * T * D / 2**30:>8.2f} GB"
-    )
+    print(f"{'hc':<9} {'2LBT ((R-1) D + R (R+2))':<33} {f'{hc:.1f} x 2LBTD, at R = {R}':<30} {'':>5} "
+          f"{4 * hc * 2 * L * B * T * D / 2**30:>8.2f} GB")
     print("(the paper keeps the mixture of all heads, BTHD a block; lime.Mix makes it again in backward)\n")
     print("Table 5: router weights at the start, and what top-p 0.9 prunes of them (8 heads)")
     for depth, weights, pruned in ((32, 7936, 1845), (64, 32256, 6795), (128, 130048, 24632)):
@@ -332,10 +279,8 @@ def tables():
                 router.init_router()
             ours = sum(r.R.numel() for r in routers)
             zero = sum((r.weights(None) == 0).sum().item() for r in routers)
-        print(
-            f"{depth:>4} layers: {ours:>6,} weights, {zero:>6,} pruned ({zero / ours:.1%}); the paper, "
-            f"trained: {weights:>7,}, {pruned:>6,} ({pruned / weights:.0%})"
-        )
+        print(f"{depth:>4} layers: {ours:>6,} weights, {zero:>6,} pruned ({zero / ours:.1%}); the paper, "
+              f"trained: {weights:>7,}, {pruned:>6,} ({pruned / weights:.0%})")
     print("The paper's counts are 16 L(L-1)/2; blocks 1..L-1 with r+1 weights a head have 8 (L(L+1)/2 - 1).")
 
 if __name__ == "__main__":
