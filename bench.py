@@ -198,8 +198,8 @@ def main(argv):
     print(f"{cfg.n_layer} layers x {cfg.n_embd}, {cfg.n_head} heads, MLP {cfg.n_hidden}, vocabulary "
           f"{cfg.vocab_size}, {s.batch_size} x {cfg.block_size} tokens, {device}, {str(dtype)[6:]}, "
           f"{torch.get_num_threads()} threads, {rate / 1e9:,.0f} GFLOP/s in matrix products, {s.rounds} "
-          "rounds\nvariant   forward backward optimizer   step ms   ratio  tokens/s  MFU   kept MB  peak MB   "
-          "cached  uncached  prompt tokens/s")
+          "rounds\nvariant   forward backward optimizer   step ms   ratio  tokens/s  MFU   kept MB  peak MB  "
+          " cached  uncached  prompt tokens/s")
     for runner in runners:
         times = runner.times[1:]
         f, b, o, step = (statistics.median(t[i] for t in times) for i in range(4))
