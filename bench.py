@@ -111,7 +111,7 @@ class Runner:
             self.model = lime.LIMe(replace(cfg, variant=name)).to(device)
         self.call = torch.compile(self.model) if s.compile else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type != "mps")
-        self.times = []
+        self.times, self.speeds = [], []
 
     def clock(self):
         if self.device.type == "cuda":
@@ -133,20 +133,17 @@ class Runner:
     @torch.no_grad()
     def generation(self, n):
         """Tokens/s of n tokens with the cache, and without it; of reading a prompt of block_size tokens."""
-        out, cfg = {}, self.model.cfg
-        start = self.clock()
+        size, t = self.model.cfg.block_size, [self.clock()]
         idx = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         for _ in self.model.generate(idx, n, temperature=0):
             pass
-        out["cached"] = n / (self.clock() - start)
-        start = self.clock()
+        t.append(self.clock())
         for _ in range(n):
-            idx = torch.cat((idx, self.model(idx[:, -cfg.block_size:])[0][:, -1:].argmax(-1)), 1)
-        out["uncached"] = n / (self.clock() - start)
-        start = self.clock()
-        self.model.hidden(torch.zeros(1, cfg.block_size, dtype=torch.long, device=self.device))
-        out["prompt"] = cfg.block_size / (self.clock() - start)
-        return out
+            idx = torch.cat((idx, self.model(idx[:, -size:])[0][:, -1:].argmax(-1)), 1)
+        t.append(self.clock())
+        self.model.hidden(torch.zeros(1, size, dtype=torch.long, device=self.device))
+        t.append(self.clock())
+        self.speeds.append([tokens / (b - a) for tokens, a, b in zip((n, n, size), t, t[1:])])
 
 def matrix_rate(device, dtype):
     """FLOP/s of a large matrix product here: the best of ten."""
@@ -194,6 +191,9 @@ def main(argv):
     for _ in range(s.rounds + 1):
         for runner in runners:
             runner.step(x)
+    for _ in range(min(s.rounds, 3) if s.generate else 0):
+        for runner in (runner for runner in runners if runner.name != "hf"):
+            runner.generation(min(s.generate, cfg.block_size))
     rate, table = matrix_rate(device, dtype), []
     print(f"{cfg.n_layer} layers x {cfg.n_embd}, {cfg.n_head} heads, MLP {cfg.n_hidden}, vocabulary "
           f"{cfg.vocab_size}, {s.batch_size} x {cfg.block_size} tokens, {device}, {str(dtype)[6:]}, "
@@ -210,7 +210,7 @@ def main(argv):
             flops = 6 * s.batch_size * forward_flops(replace(cfg, variant=runner.name), cfg.block_size)
             row["mfu"] = flops / (step / 1e3) / rate
             row["kept_mb"] = saved_bytes(runner.model, x) / 2**20
-            row.update(runner.generation(min(s.generate, cfg.block_size)) if s.generate else {})
+            row.update(zip(("cached", "uncached", "prompt"), map(statistics.median, zip(*runner.speeds))))
         child = [sys.executable, __file__, *argv, f"--peak_of={runner.name}"]
         row["peak_mb"] = float(subprocess.run(child, text=True, capture_output=True).stdout or "nan")
         table.append(row)
