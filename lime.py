@@ -35,7 +35,7 @@ class Config:
     norm_eps: float = 1e-6        # RMSNorm adds it to the mean square
 
 def normalise(x, eps):
-    """RMSNorm without its gain, n = x / rms(x). The gain belongs to whoever reads n."""  # (pow, mean: slower)
+    """RMSNorm without its gain, n = x / rms(x). The gain belongs to whoever reads n."""  # pow, mean: slower
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
 
 def project(n, w, g):
