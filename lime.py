@@ -289,8 +289,9 @@ class Attention(nn.Module):
             place = cache.narrow(3, start, T)
             place[0], place[1] = k, v
             k, v = cache.narrow(3, 0, start + T)
-        y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), enable_gqa=k.shape[1] != self.H,
-                                           is_causal=T > 1)              # one token sees all that is cached
+        mask = torch.ones(T, start + T, device=n.device).tril(start) > 0 if start and T > 1 else None
+        y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask,    # one token sees all: not
+                                           is_causal=T > 1 and mask is None, enable_gqa=k.shape[1] != self.H)
         return F.linear(y.transpose(1, 2).flatten(2), self.wo)
 
 class MLP(nn.Module):
@@ -342,7 +343,7 @@ class LIMe(nn.Module):
                 m.init_router()
 
     def hidden(self, idx, cache=None, start=0, trace=None):
-        """The last stream, normalised, (B, T, D). With a cache, idx are all tokens or the one at start."""
+        """The last stream, normalised, (B, T, D). With a cache, idx are the tokens from position start on."""
         if start + idx.shape[1] > self.cfg.block_size:
             raise ValueError(f"{start + idx.shape[1]} tokens, at most block_size = {self.cfg.block_size}")
         rope, memory = self.rope[:, start:start + idx.shape[1]], Memory(self.cfg.n_layer)
@@ -362,8 +363,7 @@ class LIMe(nn.Module):
         B T V > PIECE; mean cross-entropy with targets (B, T), all of them ids, in nats, or None. A dict as
         trace gets lists over blocks: `hidden`, x_0..x_L (B, T, D); `values` (B, Hkv, T, hd); `weights`."""
         n = self.hidden(idx, trace=trace)
-        many = targets is not None and idx.numel() * len(self.embed) > PIECE
-        if many and not torch.compiler.is_compiling():
+        if not (targets is None or torch.compiler.is_compiling()) and idx.numel() * len(self.embed) > PIECE:
             return None, Loss.apply(n.flatten(0, 1), self.embed * self.gain, targets.flatten())
         logits = project(n, self.embed, self.gain)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())

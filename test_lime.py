@@ -418,7 +418,7 @@ def test_cache_changes_nothing(variant):
     model = toy(variant, n_kv_head=2 if variant in ("llama", "kv", "hc") else 4)
     hd, idx = 4, ids(3)
     for T in (1, 11, 12):
-        for steps in ([T], [1] * T, [T - 1, 1]):
+        for steps in ([T], [1] * T, [1, T - 1], [T // 2, T - T // 2], [T - 1, 1]):
             cache, done, out = torch.empty(4, 2, 3, model.cfg.n_kv_head, 12, hd, dtype=torch.float64), 0, []
             for n in filter(None, steps):
                 out.append(model.hidden(idx[:, done : done + n], cache, done))
