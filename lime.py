@@ -35,8 +35,8 @@ class Config:
     norm_eps: float = 1e-6        # RMSNorm adds it to the mean square
 
 def normalise(x, eps):
-    """RMSNorm without its gain, n = x / rms(x). The gain belongs to whoever reads n."""  # pow, mean: slower
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    """RMSNorm without its gain, n = x / rms(x). The gain belongs to whoever reads n."""
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)     # F.rms_norm: backward is slower
 
 def project(n, w, g):
     """(n * g) @ w.T, with the norm's gain g, (D,) or 1, multiplied into the smaller of n and w (out, D)."""
@@ -143,15 +143,18 @@ PIECE = 2 ** 20                                              # numbers; about wh
 def pieces(n, width, size):
     """Slices of n rows, width numbers each, that hold about `size` numbers or one row."""
     step = max(1, size // width)
-    return [slice(i, i + step) for i in range(0, n, step)]
+    return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
-def mixture(a, x):
-    """z_h = sum_m a_hm x_m, (H, N, E), of x (S, N, E); a (H, S) or, of each token's own, (N, H, S)."""
-    return torch.einsum("hs,sne->hne" if a.ndim == 2 else "nhs,sne->hne", a, x)
+def batch(a, x):
+    """x (S, N, E) as (G, S, N E / G): G = N or, for a (H, S), 8, as one product would run on one thread."""
+    G = len(a) if a.ndim == 3 else 1 if torch.compiler.is_compiling() or x.shape[1] % 8 else 8
+    return x.reshape(len(x), G, -1).transpose(0, 1)
 
-def mix_plain(a, w, *new):
-    """Memory.mix as one would write it: the whole mixture at once."""
-    z = mixture(a, torch.cat(new).to(a.dtype))
+def mixture(a, x, w=None):
+    """z_h = sum_m a_hm x_m, (H, N, E), of x (S, N, E); a (H, S) or, of each token's own, (N, H, S). With
+    w (H, out, E) it is projected as well, z_h w_h^T: (H, N, out)."""
+    b = batch(a, x.to(a.dtype))
+    z = torch.bmm(a.expand(len(b), -1, -1), b).transpose(0, 1).reshape(-1, *x.shape[1:])
     return z if w is None else z.to(w.dtype) @ w.mT
 
 class Memory:
@@ -161,15 +164,14 @@ class Memory:
         self.n_layer, self.used, self.rows, self.last, self.new = n_layer, 0, None, None, []
 
     def mix(self, a, w=None):
-        """Mixtures z (H, N, E) of all rows with weights a (see mixture). With w (H, out, E) they are
-        projected as well, z_h w_h^T: (H, N, out)."""
+        """mixture(a, x, w) of all rows x so far, without a copy of them all for each block."""
         if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
-            return checkpoint(mix_plain, a, w, *self.new, use_reentrant=False)
+            return checkpoint(lambda *new: mixture(a, torch.cat(new), w), *self.new, use_reentrant=False)
         if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: a buffer costs more
-            return mix_plain(a, w, *self.new)
+            return mixture(a, torch.cat(self.new), w)
         new, device = torch.cat(self.new).to(a.dtype), a.device.type     # float32 also under autocast
-        if self.rows is None:
-            self.rows = a.new_empty(self.n_layer * len(self.new[0]), *new.shape[1:])
+        if self.rows is None:                                # N + 1: rows 2^k apart would share cache lines
+            self.rows = a.new_empty(self.n_layer * len(self.new[0]), new.shape[1] + 1, new.shape[2])
         if w is not None and torch.is_autocast_enabled(device):
             w = w.to(torch.get_autocast_dtype(device))       # mix in float32, project in bfloat16
         with torch.autocast(device, enabled=False):
@@ -178,41 +180,38 @@ class Memory:
         return out
 
 class Mix(torch.autograd.Function):
-    """mix_plain on pieces of the tokens that fit the processor's cache. Backward makes each piece again,
+    """mixture on pieces of the tokens that fit the processor's cache. Backward makes each piece again,
     instead of keeping it. `rows` goes in and out, so autograd hands the gradient of all rows, one buffer as
     well, from the last block that reads down to the first, and each adds its own part in place."""
     @staticmethod
     def forward(ctx, rows, S, a, w, new):
         ctx.new = slice(S, S + len(new))
-        rows[ctx.new] = new
+        rows[ctx.new, :-1] = new
         ctx.rows = rows.detach()                             # not saved by autograd: later blocks write
         ctx.save_for_backward(a, w)
         ctx.mark_dirty(rows)
         ctx.set_materialize_grads(False)
-        H, (_, N, E) = a.shape[-2], rows.shape
-        out = a.new_empty(H, N, E) if w is None else w.new_empty(H, N, w.shape[1])
-        for c in pieces(N, H * E, PIECE):
-            z = mixture(a if a.ndim == 2 else a[c], rows[:ctx.new.stop, c])
-            out[:, c] = z if w is None else z.to(w.dtype) @ w.mT
-        return rows, out
+        out = [mixture(a if a.ndim == 2 else a[c], rows[:ctx.new.stop, c], w)
+               for c in pieces(new.shape[1], a.shape[-2] * new.shape[2], PIECE)]
+        return rows, torch.cat(out, 1)
 
     @staticmethod
     def backward(ctx, grad, dout):
         (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.new.stop
         grad = torch.zeros_like(rows) if grad is None else grad    # one for all; None: the last to read
         da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
-        for c in pieces(rows.shape[1], a.shape[-2] * rows.shape[2], PIECE):
+        for c in pieces(dout.shape[1], a.shape[-2] * rows.shape[2], PIECE):
             x, ac, dz = rows[:S, c], a if a.ndim == 2 else a[c], dout[:, c]
             if w is not None:
                 dw += dz.mT @ mixture(ac, x).to(w.dtype)
                 dz = (dz @ w).to(a.dtype)
             if a.ndim == 2:
-                da.addmm_(dz.flatten(1), x.flatten(1).T)
+                da += (batch(a, dz) @ batch(a, x).mT).sum(0)
                 grad[:S, c].flatten(1).addmm_(a.T, dz.flatten(1))
             else:
-                da[c] = torch.einsum("hne,sne->nhs", dz, x)
-                grad[:S, c] += torch.einsum("nhs,hne->sne", ac, dz)
-        return grad, None, da, dw, grad[ctx.new]
+                da[c] = batch(ac, dz) @ batch(ac, x).mT
+                grad[:S, c] += (ac.mT @ batch(ac, dz)).transpose(0, 1)
+        return grad, None, da, dw, grad[ctx.new, :-1]
 
 # ---- the residual stream: LLaMA's, and that of the paper's other baseline -------------------------------
 class Residual(nn.Module):
@@ -265,7 +264,7 @@ VARIANTS = {  # memory of block 0, memory of the blocks above, residual
 # ---- the block ------------------------------------------------------------------------------------------
 def rotate(x, cos, sin):
     """Rotary position embedding of x (..., T, hd): features i and i + hd/2 turn; cos, sin (T, hd)."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin                # sin is negative for the first half
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)   # sin is negative for the first half
 
 class Attention(nn.Module):
     """Causal attention. What its keys and values are made of is the memory's business alone."""
@@ -286,8 +285,7 @@ class Attention(nn.Module):
             trace.setdefault("weights", []).append(self.memory.weights(n))
         q, k, T = rotate(q, *rope), rotate(k, *rope), n.shape[1]
         if cache is not None:                                            # (2, B, Hkv, block_size, hd)
-            place = cache.narrow(3, start, T)
-            place[0], place[1] = k, v
+            cache.narrow(3, start, T).copy_(torch.stack((k, v)))
             k, v = cache.narrow(3, 0, start + T)
         mask = torch.ones(T, start + T, device=n.device).tril(start) > 0 if start and T > 1 else None
         y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask,    # one token sees all: not
@@ -303,7 +301,8 @@ class MLP(nn.Module):
         self.w1, self.w3, self.w2 = (nn.Parameter(torch.empty(s)) for s in ((M, D), (M, D), (D, M)))
 
     def forward(self, n):
-        return F.linear(F.silu(project(n, self.w1, self.gain)) * project(n, self.w3, self.gain), self.w2)
+        n = n * self.gain
+        return F.linear(F.silu(F.linear(n, self.w1)) * F.linear(n, self.w3), self.w2)
 
 class Block(nn.Module):
     """Attention, then the MLP, each around the residual."""
@@ -346,7 +345,7 @@ class LIMe(nn.Module):
         """The last stream, normalised, (B, T, D). With a cache, idx are the tokens from position start on."""
         if start + idx.shape[1] > self.cfg.block_size:
             raise ValueError(f"{start + idx.shape[1]} tokens, at most block_size = {self.cfg.block_size}")
-        rope, memory = self.rope[:, start:start + idx.shape[1]], Memory(self.cfg.n_layer)
+        rope, memory = self.rope[:, start:start + idx.shape[1]].unbind(), Memory(self.cfg.n_layer)
         residual = VARIANTS[self.cfg.variant][2]
         x = residual.expand(F.embedding(idx, self.embed), self.cfg)
         for r, block in enumerate(self.blocks):
@@ -368,7 +367,6 @@ class LIMe(nn.Module):
         logits = project(n, self.embed, self.gain)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1, top_k=0, top_p=1, generator=None, n_vocab=None):
         """Yield max_new_tokens tokens (B,), ids below n_vocab, each drawn (see draw) after idx (B, T >= 1)
         and those before it. The cache holds each block's keys, rotated, and values, as a plain Transformer's.
@@ -377,7 +375,8 @@ class LIMe(nn.Module):
         cache = self.embed.new_empty(cfg.n_layer, 2, len(idx), cfg.n_kv_head, size, cfg.n_embd // cfg.n_head)
         new, start = idx[:, -size:], 0
         for _ in range(max_new_tokens):
-            logits = project(self.hidden(new, cache, start)[:, -1], self.embed, self.gain)[:, :n_vocab]
+            with torch.inference_mode():
+                logits = project(self.hidden(new, cache, start)[:, -1], self.embed, self.gain)[:, :n_vocab]
             token = draw(logits, temperature, top_k, top_p, generator).to(idx.device)
             yield token
             start, new = start + new.shape[1], token[:, None]

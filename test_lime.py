@@ -338,9 +338,10 @@ def test_golden_numbers_of_the_authors(name, read):
     cfg = golden_config(read)
     model = lime.LIMe(cfg)
     model.load_state_dict(ours(read, "param/", cfg))  # strict: every parameter of ours has one of theirs
+    loose = 10 if "hc_dynamic" in name else 1  # float32 is off by 4e-4 there, theirs by 7e-4: ours in float64
+    model = model.double() if loose > 1 else model
     logits, loss = model(torch.from_numpy(read("input_ids")), torch.from_numpy(read("targets")))
     loss.backward()
-    loose = 10 if "hc_dynamic" in name else 1  # float32 alone is off by 2e-5 and 4e-4 there
     assert (logits - torch.from_numpy(read("logits"))).abs().max() < loose * 1e-5
     assert abs(loss.item() - float(read("loss"))) < 1e-6
     grads, mine = ours(read, "grad/", cfg), dict(model.named_parameters())
@@ -516,10 +517,14 @@ def test_gradients_in_pieces(variant, monkeypatch):
     monkeypatch.setattr(lime, "PIECE", 5 * 4 * 16)  # a few tokens a piece, and a rest
     pieces, again = grads(), grads(twice=True)
 
-    class Plain:  # the compiled path, with autograd's own backward
+    class Plain:  # as the compiled path, with autograd's own backward
         def __init__(self, size):
             self.new = []
-            self.mix = lambda a, w=None: lime.mix_plain(a, w, *self.new)
+            self.mix = lambda a, w=None: plain_mix(a, torch.cat(self.new), w)
+
+    def plain_mix(a, x, w):
+        z = torch.einsum("hs,sne->hne" if a.ndim == 2 else "nhs,sne->hne", a, x)
+        return z if w is None else z @ w.mT
 
     monkeypatch.setattr(lime, "Memory", Plain)
     plain = grads()
@@ -642,12 +647,13 @@ def test_half_precision(variant, monkeypatch):
         half = model(ids(), ids(seed=2))[1]
     half.backward()
     assert half.dtype == torch.float32 and abs(half - loss) < 0.03
-    n, real, mixed = torch.randn(2, 12, 16), lime.mixture, []
-    monkeypatch.setattr(lime, "mixture", lambda *a: mixed.append(real(*a)) or mixed[-1])
+    n, real, mixed = torch.randn(2, 12, 16), torch.bmm, []
+    monkeypatch.setattr(torch, "bmm", lambda *a: mixed.append(real(*a)) or mixed[-1])  # what lime.mixture calls
     want = model.blocks[3].attn.memory.weights(n)
     with torch.autocast("cpu", torch.bfloat16):
         model(ids())
         assert want is None or torch.equal(model.blocks[3].attn.memory.weights(n), want)
+    assert len(mixed) == (3 if variant in ("static", "dynamic", "kv") else 0)
     assert all(z.dtype == torch.float32 for z in mixed)
 
 
