@@ -155,6 +155,15 @@ def matrix_rate(device, dtype):
         best = max(best, 2 * n**3 / (time.perf_counter() - start))
     return best
 
+def memory_rate(device):
+    """Bytes/s of reading 256 MB: the best of ten."""
+    a, best = torch.ones(2**26, device=device), 0.0
+    for _ in range(10):
+        start = time.perf_counter()
+        a.sum().item()
+        best = max(best, 4 * a.numel() / (time.perf_counter() - start))
+    return best
+
 def main(argv):
     parser = prepare.Parser(description=__doc__)
     parser.add_fields(Settings)
@@ -194,11 +203,12 @@ def main(argv):
     for _ in range(min(s.rounds, 3) if s.generate else 0):
         for runner in (runner for runner in runners if runner.name != "hf"):
             runner.generation(min(s.generate, cfg.block_size))
-    rate, table = matrix_rate(device, dtype), []
+    rate, read, table = matrix_rate(device, dtype), memory_rate(device), []
     print(f"{cfg.n_layer} layers x {cfg.n_embd}, {cfg.n_head} heads, MLP {cfg.n_hidden}, vocabulary "
           f"{cfg.vocab_size}, {s.batch_size} x {cfg.block_size} tokens, {device}, {str(dtype)[6:]}, "
-          f"{torch.get_num_threads()} threads, {rate / 1e9:,.0f} GFLOP/s in matrix products, {s.rounds} "
-          "rounds\nvariant   forward backward optimizer   step ms   ratio  tokens/s  MFU   kept MB  peak MB  "
+          f"{torch.get_num_threads()} threads, {rate / 1e9:,.0f} GFLOP/s in matrix products, "
+          f"{read / 1e9:,.0f} GB/s from memory, {s.rounds} rounds\n"
+          "variant   forward backward optimizer   step ms   ratio  tokens/s  MFU   kept MB  peak MB  "
           " cached  uncached  prompt tokens/s")
     for runner in runners:
         times = runner.times[1:]
@@ -220,8 +230,8 @@ def main(argv):
                                                           for k, how in rest.items()), flush=True)
     if s.json:
         with open(s.json, "w", encoding="utf-8") as file:
-            json.dump(dict(settings=asdict(s), config=asdict(cfg), matrix_rate=rate, device=str(device),
-                           rows=table), file, indent=1)
+            json.dump(dict(settings=asdict(s), config=asdict(cfg), matrix_rate=rate, memory_rate=read,
+                           device=str(device), rows=table), file, indent=1)
 
 # ---- the paper's tables ---------------------------------------------------------------------------------
 def tables():

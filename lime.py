@@ -146,8 +146,9 @@ def pieces(n, width, size):
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 def batch(a, x):
-    """x (S, N, E) as (G, S, N E / G): G = N or, for a (H, S), 8, as one product would run on one thread."""
-    G = len(a) if a.ndim == 3 else 1 if torch.compiler.is_compiling() or x.shape[1] % 8 else 8
+    """x (S, N, E) as (G, S, N E / G): G = N or, of many rows and a (H, S), 8: one product is one thread's."""
+    H, S = a.shape[-2:]
+    G = len(a) if a.ndim == 3 else 1 if S <= 2 * H or torch.compiler.is_compiling() or x.shape[1] % 8 else 8
     return x.reshape(len(x), G, -1).transpose(0, 1)
 
 def mixture(a, x, w=None):

@@ -623,6 +623,17 @@ def test_one_graph():
         assert counter.frame_count == 1, variant
 
 
+def test_batches_of_a_read(monkeypatch):
+    """Catches a batch that mixes up tokens, or groups under the compiler (crashed when a length changed)."""
+    x, a = torch.randn(64, 17, 4)[:, :16], torch.randn(4, 64)
+    for G, a_, x_ in ((8, a, x), (1, a[:, :8], x[:8]), (1, a, x[:, :15]), (16, torch.randn(16, 4, 64), x)):
+        got = lime.batch(a_, x_)
+        assert len(got) == G
+        torch.testing.assert_close(got[G - 1, 5], x_[5, -(x_.shape[1] // G) :].flatten())
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert len(lime.batch(a, x)) == 1
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_overfits_one_batch(variant):
     """Catches parameters that get no or wrong gradient: a small model must learn one batch by heart."""
@@ -648,7 +659,7 @@ def test_half_precision(variant, monkeypatch):
     half.backward()
     assert half.dtype == torch.float32 and abs(half - loss) < 0.03
     n, real, mixed = torch.randn(2, 12, 16), torch.bmm, []
-    monkeypatch.setattr(torch, "bmm", lambda *a: mixed.append(real(*a)) or mixed[-1])  # what lime.mixture calls
+    monkeypatch.setattr(torch, "bmm", lambda *a: mixed.append(real(*a)) or mixed[-1])  # of lime.mixture
     want = model.blocks[3].attn.memory.weights(n)
     with torch.autocast("cpu", torch.bfloat16):
         model(ids())
