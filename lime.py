@@ -27,7 +27,7 @@ class Config:
     vocab_size: int = 257         # V
     block_size: int = 256         # the most tokens the model looks back on
     kv_init: str = "small"        # small: keys, values of blocks >= 1 start in +-1/D; normal: std 0.02
-    route_top_p: float = 1.0      # static: a head keeps its largest weights up to this sum, in (0, 1]; 1: all
+    route_top_p: float = 1.0      # static: a head keeps the fewest weights that reach this sum; 1: all
     router_init: str = "uniform"  # kv, R for the blocks below: uniform (the authors'), zero (starts as llama)
     hc_rate: int = 4              # hc: residual streams
     hc_dynamic: bool = True       # hc: weights from the token as well
@@ -142,13 +142,13 @@ class KeyValue(Pair):
 PIECE = 2 ** 20                                              # numbers; about what a processor's cache holds
 def pieces(n, width, size):
     """Slices of n rows, width numbers each, that hold about `size` numbers or one row."""
-    step = max(1, size // width)
+    step = max(1, size // width // 8 * 8 or size // width)
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 def batch(a, x):
-    """x (S, N, E) as (G, S, N E / G): G = N or, of many rows and a (H, S), 8: one product is one thread's."""
-    H, S = a.shape[-2:]
-    G = len(a) if a.ndim == 3 else 1 if S <= 2 * H or torch.compiler.is_compiling() or x.shape[1] % 8 else 8
+    """x (S, N, E) in G groups of tokens, (G, S, N E / G): N for a (N, H, S), 8 for many rows, else 1."""
+    whole = a.shape[-1] <= 2 * a.shape[-2] or x.shape[1] % 8 or torch.compiler.is_compiling()
+    G = len(a) if a.ndim == 3 else 1 if whole else 8    # a single product with few weights is one thread's
     return x.reshape(len(x), G, -1).transpose(0, 1)
 
 def mixture(a, x, w=None):
@@ -165,30 +165,30 @@ class Memory:
         self.n_layer, self.used, self.rows, self.last, self.new = n_layer, 0, None, None, []
 
     def mix(self, a, w=None):
-        """mixture(a, x, w) of all rows x so far, without a copy of them all for each block."""
+        """mixture(a, x, w) of all rows x so far."""
+        if torch.is_autocast_enabled(a.device.type):         # mix in float32, project in bfloat16
+            with torch.autocast(a.device.type, enabled=False):
+                return self.mix(a, w if w is None else w.to(torch.get_autocast_dtype(a.device.type)))
         if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
             return checkpoint(lambda *new: mixture(a, torch.cat(new), w), *self.new, use_reentrant=False)
         if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: a buffer costs more
             return mixture(a, torch.cat(self.new), w)
-        new, device = torch.cat(self.new).to(a.dtype), a.device.type     # float32 also under autocast
-        if self.rows is None:                                # N + 1: rows 2^k apart would share cache lines
+        new = torch.cat(self.new).to(a.dtype)
+        if self.rows is None:                                # N + 1: rows 2^k apart would share cache sets
             self.rows = a.new_empty(self.n_layer * len(self.new[0]), new.shape[1] + 1, new.shape[2])
-        if w is not None and torch.is_autocast_enabled(device):
-            w = w.to(torch.get_autocast_dtype(device))       # mix in float32, project in bfloat16
-        with torch.autocast(device, enabled=False):
-            self.rows, out = Mix.apply(self.rows, self.used, a, w, new)
+        self.rows, out = Mix.apply(self.rows, self.used, a, w, new)
         self.used, self.new = self.used + len(new), []
         return out
 
 class Mix(torch.autograd.Function):
-    """mixture on pieces of the tokens that fit the processor's cache. Backward makes each piece again,
-    instead of keeping it. `rows` goes in and out, so autograd hands the gradient of all rows, one buffer as
-    well, from the last block that reads down to the first, and each adds its own part in place."""
+    """mixture on pieces of the tokens that fit the processor's cache, made again in backward, not kept.
+    `rows` goes in and out, so that its gradient, one buffer too, goes from the last block that reads down to
+    the first; each adds its part in place. First derivatives only."""
     @staticmethod
-    def forward(ctx, rows, S, a, w, new):
-        ctx.new = slice(S, S + len(new))
+    def forward(ctx, rows, used, a, w, new):
+        ctx.new = slice(used, used + len(new))
         rows[ctx.new, :-1] = new
-        ctx.rows = rows.detach()                             # not saved by autograd: later blocks write
+        ctx.rows = rows.detach()                             # autograd can't save it: later blocks write
         ctx.save_for_backward(a, w)
         ctx.mark_dirty(rows)
         ctx.set_materialize_grads(False)
@@ -199,7 +199,7 @@ class Mix(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, dout):
         (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.new.stop
-        grad = torch.zeros_like(rows) if grad is None else grad    # one for all; None: the last to read
+        grad = torch.zeros_like(rows) if grad is None else grad    # None at the last to read: one for all
         da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
         for c in pieces(dout.shape[1], a.shape[-2] * rows.shape[2], PIECE):
             x, ac, dz = rows[:S, c], a if a.ndim == 2 else a[c], dout[:, c]
@@ -248,7 +248,8 @@ class HyperConnection(Residual):
         if self.cfg.hc_dynamic:
             t = torch.tanh(F.linear(F.layer_norm(h, shape), torch.cat((self.Wa.T, self.wb[None]))))
             alpha, beta = alpha + self.sa * t[..., :-1], beta + self.sb * t[..., -1]
-        m0, m = (alpha.mT @ h).split((1, h.shape[-2]), -2)                # (B, T, 1, D), (B, T, R, D)
+        with torch.autocast(h.device.type, enabled=False):               # streams stay float32, as Residual's
+            m0, m = (alpha.mT @ h).split((1, h.shape[-2]), -2)            # (B, T, 1, D), (B, T, R, D)
         return torch.addcmul(m, beta[..., None], f(F.layer_norm(m0.squeeze(-2), shape))[..., None, :])
 
     expand = staticmethod(lambda x, cfg: x[..., None, :].repeat(1, 1, cfg.hc_rate, 1))
@@ -288,8 +289,8 @@ class Attention(nn.Module):
         if cache is not None:                                            # (2, B, Hkv, block_size, hd)
             cache.narrow(3, start, T).copy_(torch.stack((k, v)))
             k, v = cache.narrow(3, 0, start + T)
-        mask = torch.ones(T, start + T, device=n.device).tril(start) > 0 if start and T > 1 else None
-        y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask,    # one token sees all: not
+        mask = torch.ones(T, start + T, device=n.device).tril(start).bool() if start and T > 1 else None
+        y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask,    # T = 1 sees all
                                            is_causal=T > 1 and mask is None, enable_gqa=k.shape[1] != self.H)
         return F.linear(y.transpose(1, 2).flatten(2), self.wo)
 
@@ -393,13 +394,13 @@ def draw(logits, temperature=1, top_k=0, top_p=1, generator=None):
         return logits.argmax(-1)
     logits, order = logits.sort(-1, descending=True)
     p = ((logits - logits[:, :1]) / max(temperature, 1e-30)).softmax(-1)   # of 0 and less: no overflow
-    out = p.cumsum(-1) - p >= top_p                                      # never the first
+    out = p.cumsum(-1) - p >= top_p                                      # never the first, as top_p > 0
     out[:, (top_k or logits.shape[1]):] = True
     return order.gather(-1, torch.multinomial(p.masked_fill(out, 0), 1, generator=generator))[:, 0]
 
 class Loss(torch.autograd.Function):
-    """Mean cross-entropy of logits n w^T with targets (N,); n (N, D), w (V, D). Logits come in pieces, and
-    gradients while a piece is there; backward only scales them."""
+    """Mean cross-entropy of logits n w^T with targets (N,); n (N, D), w (V, D). Forward makes a piece of the
+    logits at a time and takes its gradients at once; backward only scales them. First derivatives only."""
     @staticmethod
     def forward(ctx, n, w, targets):
         total, train = 0, any(ctx.needs_input_grad)
@@ -441,8 +442,7 @@ def check(cfg):
         ("route_top_p", p == 1 or 0 < p < 1 and cfg.variant == "static", "in (0, 1], and 1 if not static"),
         ("rope_theta", 0 < cfg.rope_theta < math.inf, "above 0, finite"),
         ("norm_eps", 0 <= cfg.norm_eps < 1, "in [0, 1)")]
-    wrong = [f"{k} is {getattr(cfg, k)}, expected {what}" for k, fine, what in rules if not fine]
-    if wrong:
+    if wrong := [f"{k} is {getattr(cfg, k)}, expected {what}" for k, fine, what in rules if not fine]:
         raise ValueError("; ".join(wrong))
 
 if __name__ == "__main__":

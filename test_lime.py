@@ -664,8 +664,23 @@ def test_half_precision(variant, monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         model(ids())
         assert want is None or torch.equal(model.blocks[3].attn.memory.weights(n), want)
-    assert len(mixed) == (3 if variant in ("static", "dynamic", "kv") else 0)
+        with torch.no_grad():
+            model(ids(1, 5))  # few tokens, which go another way
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        model(ids())
+    assert len(mixed) == (9 if variant in ("static", "dynamic", "kv") else 0)
     assert all(z.dtype == torch.float32 for z in mixed)
+
+
+def test_streams_are_float32_under_autocast(monkeypatch):
+    """Catches a residual that is rounded to bfloat16 at every block."""
+    real, streams = torch.addcmul, []
+    monkeypatch.setattr(torch, "addcmul", lambda x, *a: streams.append(x) or real(x, *a))  # of HyperConnection
+    for variant in VARIANTS:
+        trace = {}
+        with torch.autocast("cpu", torch.bfloat16):
+            toy(variant).float()(ids(), trace=trace)
+        assert all(x.dtype == torch.float32 for x in trace["hidden"] + streams), variant
 
 
 def test_trace():
