@@ -675,7 +675,7 @@ def test_half_precision(variant, monkeypatch):
 def test_streams_are_float32_under_autocast(monkeypatch):
     """Catches a residual that is rounded to bfloat16 at every block."""
     real, streams = torch.addcmul, []
-    monkeypatch.setattr(torch, "addcmul", lambda x, *a: streams.append(x) or real(x, *a))  # of HyperConnection
+    monkeypatch.setattr(torch, "addcmul", lambda x, *a: streams.append(x) or real(x, *a))  # hc
     for variant in VARIANTS:
         trace = {}
         with torch.autocast("cpu", torch.bfloat16):
