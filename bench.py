@@ -145,24 +145,25 @@ class Runner:
         t.append(self.clock())
         self.speeds.append([tokens / (b - a) for tokens, a, b in zip((n, n, size), t, t[1:])])
 
-def matrix_rate(device, dtype):
-    """FLOP/s of a large matrix product here: the best of ten."""
-    n = 1024 if device.type == "cpu" else 8192
-    a, best = torch.randn(n, n, device=device, dtype=dtype), 0.0
+def fastest(f):
+    """Seconds of the fastest of ten calls."""
+    best = math.inf
     for _ in range(10):
         start = time.perf_counter()
-        (a @ a)[0, 0].item()
-        best = max(best, 2 * n**3 / (time.perf_counter() - start))
+        f()
+        best = min(best, time.perf_counter() - start)
     return best
 
+def matrix_rate(device, dtype):
+    """FLOP/s of a large matrix product here."""
+    n = 1024 if device.type == "cpu" else 8192
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    return 2 * n**3 / fastest(lambda: (a @ a)[0, 0].item())
+
 def memory_rate(device):
-    """Bytes/s of reading 256 MB: the best of ten."""
-    a, best = torch.ones(2**26, device=device), 0.0
-    for _ in range(10):
-        start = time.perf_counter()
-        a.sum().item()
-        best = max(best, 4 * a.numel() / (time.perf_counter() - start))
-    return best
+    """Bytes/s of reading 256 MB."""
+    a = torch.ones(2**26, device=device)
+    return 4 * a.numel() / fastest(lambda: a.sum().item())
 
 def main(argv):
     parser = prepare.Parser(description=__doc__)
