@@ -45,7 +45,6 @@ def project(n, w, g):
 # ---- LIMe: what a block writes into the depth memory, and what its heads read from it -------------------
 class Own(nn.Module):
     """LLaMA: keys and values from the block's own stream. The other variants replace one or both of
-
         write(n, g, memory)  sets memory.last, adds to memory.new; n = x_r / rms(x_r), (B, T, D), g its gain
         read(g, memory)      keys and values side by side, (B, Hkv, T, 2 hd), before rotation
     The rows of wkv: hd for K of the first head, hd for its V, then the next head's."""
@@ -110,8 +109,10 @@ class Dynamic(Static):
 
     def weights(self, n):
         """a (B*T, H, r+1), in float32 under autocast."""
-        with torch.autocast(n.device.type, enabled=False):
-            return project(n, self.W, self.gain).view(-1, self.cfg.n_head, self.r + 1).softmax(-1)
+        if torch.is_autocast_enabled(n.device.type):         # asked first, as entering it costs a token more
+            with torch.autocast(n.device.type, enabled=False):
+                return self.weights(n)
+        return project(n, self.W, self.gain).view(-1, self.cfg.n_head, self.r + 1).softmax(-1)
 
 class Pair(Own):
     """Block 0 of kv: reads its own keys and values, and writes them for the blocks above."""
@@ -273,7 +274,7 @@ class Attention(nn.Module):
     def __init__(self, cfg, r):
         super().__init__()
         first, above, residual = VARIANTS[cfg.variant]
-        self.H, D = cfg.n_head, cfg.n_embd
+        self.H, self.gqa, D = cfg.n_head, cfg.n_kv_head < cfg.n_head, cfg.n_embd
         self.gain = nn.Parameter(torch.ones(D)) if residual.gain else 1.0
         self.wq, self.wo = nn.Parameter(torch.empty(D, D)), nn.Parameter(torch.empty(D, D))
         self.memory = (above if r else first)(cfg, r)                    # reads and writes the Memory
@@ -290,8 +291,7 @@ class Attention(nn.Module):
             cache.narrow(3, start, T).copy_(torch.stack((k, v)))
             k, v = cache.narrow(3, 0, start + T)
         mask = torch.ones(T, start + T, device=n.device).tril(start).bool() if start and T > 1 else None
-        y = F.scaled_dot_product_attention(q, k.to(q.dtype), v.to(q.dtype), mask,    # T = 1 sees all
-                                           is_causal=T > 1 and mask is None, enable_gqa=k.shape[1] != self.H)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not start and T > 1, enable_gqa=self.gqa)
         return F.linear(y.transpose(1, 2).flatten(2), self.wo)
 
 class MLP(nn.Module):
