@@ -18,6 +18,7 @@ import io
 import json
 import math
 import os
+import platform
 import random
 import re
 import resource
@@ -937,6 +938,21 @@ def test_flags_arrive(fit, monkeypatch):
     sample.main("--out_dir=run --max_new_tokens=7 --temperature=0.6 --top_k=5 --top_p=0.4 --seed=9".split())
     *plain, generator, n_vocab = args[0]
     assert plain == [7, 0.6, 5, 0.4] and n_vocab == 257 and generator.initial_seed() == 9
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator")
+def test_freed_memory_is_kept():
+    """Catches: blocks of logits given back to the system, which clears them page by page at every step."""
+    code = """
+import resource, torch, lime, runs
+runs.pick_device("cpu")
+for i in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2 ** 24).log_softmax(-1)                              # 2 x 64 MB, 32,768 pages
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 3000
 
 
 @pytest.mark.slow
