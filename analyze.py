@@ -357,7 +357,7 @@ class Figures:
         self.save(None, rows)
 
 GROUPS = dict(  # figures, what they need, and whether a run has that
-    loss=("fig01 fig08", "evaluations in the log", lambda run: run.log["train"] and run.log["eval"]),
+    loss=("fig01 fig08", "both kinds of losses in the log", lambda run: run.log["train"] and run.log["eval"]),
     retrieval=("fig02 fig03 fig04 fig10 fig13", "a router", lambda run: run.routed),
     deep=("fig09 fig14", "a router with 32 blocks or top-p", lambda run: run.routed and run.deep),
     entropy=("fig05 fig11", "", lambda run: True),

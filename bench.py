@@ -32,7 +32,7 @@ class Settings:
     variants: str = "llama,static,dynamic,kv,hc"  # which; the first is what the ratios are to
     batch_size: int = 4  # sequences in a step
     rounds: int = 10  # steps of each, after one that is not counted
-    generate: int = 256  # tokens to generate, at most block_size; 0: none
+    generate: int = 256  # tokens to generate in float32, no more than block_size; 0: none
     vs_hf: bool = False  # add LlamaForCausalLM (pip install transformers)
     json: str = ""  # write the numbers to this file
     device: str = "auto"  # as in train.py
@@ -47,7 +47,7 @@ def n_params(model):
     return sum(p.numel() for p in model.parameters())
 
 def forward_flops(cfg, T):
-    """Multiply-adds of one sequence of T tokens as table 6 counts: matrix products, mixtures, for attention
+    """Operations of one sequence of T tokens as table 6 counts: matrix products, mixtures, for attention
     4 H T^2 hd + 3 H T^2; embedding, norms and gates 0."""
     L, H, D, Hkv, R = cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.n_kv_head or cfg.n_head, cfg.hc_rate
     hd, S = D // H, L * (L + 1) // 2 - 1                     # S: representations that all blocks >= 1 read
@@ -55,6 +55,10 @@ def forward_flops(cfg, T):
              "hc": 2 * L * D * (R * (R + 2) * cfg.hc_dynamic + R * (R + 2))}[cfg.variant]
     token += cfg.vocab_size * D + L * (2 * D * D + 2 * D * Hkv * hd + 3 * D * cfg.n_hidden)
     return token * T + L * H * T * T * (4 * hd + 3)
+
+def multiply_adds(cfg, T):
+    """The same with 2 H T^2 hd for attention: table 6 counts its multiply-adds twice, and its softmax."""
+    return forward_flops(cfg, T) - cfg.n_layer * T * T * (2 * cfg.n_embd + 3 * cfg.n_head)
 
 # ---- memory ---------------------------------------------------------------------------------------------
 def saved_bytes(model, idx):
@@ -118,9 +122,12 @@ class Runner:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    def autocast(self):
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
+
     def step(self, x):
         t = [self.clock()]
-        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+        with self.autocast():
             loss = self.call(x, labels=x, use_cache=False).loss if self.name == "hf" else self.call(x, x)[1]
         t.append(self.clock())
         loss.backward()
@@ -185,8 +192,10 @@ def main(argv):
     low = dict(rounds=1, batch_size=1, generate=0, seed=0)
     wrong = [f"--{k}={getattr(s, k)}, expected {v} to 10^9" for k, v in low.items()
              if not v <= getattr(s, k) <= 10 ** 9]
-    if s.json and not Path(s.json).absolute().parent.is_dir():
-        wrong.append(f"--json={s.json}: there is no such folder")
+    if any(a.split("=")[0] == "--variant" for a in argv):
+        wrong.append("--variant, expected --variants=A,B,..")
+    if s.json and (Path(s.json).is_dir() or not Path(s.json).absolute().parent.is_dir()):
+        wrong.append(f"--json={s.json}, expected a file in a folder that is there")
     if wrong:
         raise UserError("; ".join(wrong))
     device, dtype = pick_device(s.device, s.dtype)
@@ -218,9 +227,10 @@ def main(argv):
         row = dict(variant=runner.name, forward=f, backward=b, optimizer=o, step=step, ratio=ratio,
                    tokens_per_s=1e3 * x.numel() / step)
         if runner.name != "hf":
-            flops = 6 * s.batch_size * forward_flops(replace(cfg, variant=runner.name), cfg.block_size)
+            flops = 6 * s.batch_size * multiply_adds(runner.model.cfg, cfg.block_size)
             row["mfu"] = flops / (step / 1e3) / rate
-            row["kept_mb"] = saved_bytes(runner.model, x) / 2**20
+            with runner.autocast():
+                row["kept_mb"] = saved_bytes(runner.model, x) / 2**20
             row.update(zip(("cached", "uncached", "prompt"), map(statistics.median, zip(*runner.speeds))))
         child = [sys.executable, __file__, *argv, f"--peak_of={runner.name}"]
         row["peak_mb"] = float(subprocess.run(child, text=True, capture_output=True).stdout or "nan")

@@ -25,18 +25,18 @@ class Config:
     n_embd: int = 64              # D, a multiple of 2H
     n_hidden: int = 256           # M
     vocab_size: int = 257         # V
-    block_size: int = 256         # the most tokens the model looks back on
-    kv_init: str = "small"        # small: keys, values of blocks >= 1 start in +-1/D; normal: std 0.02
+    block_size: int = 256         # the most tokens in a sequence
+    kv_init: str = "small"        # small: wkv of blocks >= 1 starts in +-1/D; normal: std 0.02
     route_top_p: float = 1.0      # static: a head keeps the fewest weights that reach this sum; 1: all
-    router_init: str = "uniform"  # kv, R for the blocks below: uniform (the authors'), zero (starts as llama)
+    router_init: str = "uniform"  # kv, R of the blocks below: uniform (the authors'), zero (as llama)
     hc_rate: int = 4              # hc: residual streams
     hc_dynamic: bool = True       # hc: weights from the token as well
     rope_theta: float = 10000.0   # base of the rotary embedding's wavelengths
-    norm_eps: float = 1e-6        # RMSNorm adds it to the mean square
+    norm_eps: float = 1e-6        # RMSNorm adds it to the mean square (hc's LayerNorm: 1e-5)
 
 def normalise(x, eps):
     """RMSNorm without its gain, n = x / rms(x). The gain belongs to whoever reads n."""
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)     # F.rms_norm: backward is slower
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)     # F.rms_norm's backward is slower
 
 def project(n, w, g):
     """(n * g) @ w.T, with the norm's gain g, (D,) or 1, multiplied into the smaller of n and w (out, D)."""
@@ -44,8 +44,8 @@ def project(n, w, g):
 
 # ---- LIMe: what a block writes into the depth memory, and what its heads read from it -------------------
 class Own(nn.Module):
-    """LLaMA: keys and values from the block's own stream. The other variants replace one or both of
-        write(n, g, memory)  sets memory.last, adds to memory.new; n = x_r / rms(x_r), (B, T, D), g its gain
+    """LLaMA: keys and values from the block's own stream. The other variants replace one or both of:
+        write(n, g, memory)  sets memory.last, may add to memory.new; n normed input (B, T, D), g its gain
         read(g, memory)      keys and values side by side, (B, Hkv, T, 2 hd), before rotation
     The rows of wkv: hd for K of the first head, hd for its V, then the next head's."""
     def __init__(self, cfg, r):
@@ -60,7 +60,7 @@ class Own(nn.Module):
         return project(memory.last, self.wkv, g).unflatten(-1, (self.cfg.n_kv_head, -1)).transpose(1, 2)
 
     def weights(self, n):
-        """The router's weights: (H, S) for all tokens, (B*T, H, S) if of their own, None without a router."""
+        """The router's weights: (H or Hkv, S), (B*T, H, S) if of each token's own, None without a router."""
         return getattr(self, "R", None)
 
 class Stream(Own):
@@ -109,7 +109,7 @@ class Dynamic(Static):
 
     def weights(self, n):
         """a (B*T, H, r+1), in float32 under autocast."""
-        if torch.is_autocast_enabled(n.device.type):         # asked first, as entering it costs a token more
+        if torch.is_autocast_enabled(n.device.type):         # asked first: to enter takes time every token
             with torch.autocast(n.device.type, enabled=False):
                 return self.weights(n)
         return project(n, self.W, self.gain).view(-1, self.cfg.n_head, self.r + 1).softmax(-1)
@@ -142,14 +142,14 @@ class KeyValue(Pair):
 
 PIECE = 2 ** 20                                              # numbers; about what a processor's cache holds
 def pieces(n, width, size):
-    """Slices of n rows, width numbers each, that hold about `size` numbers or one row."""
+    """Slices of n tokens of width numbers each: about `size` numbers and 8, 16, .. tokens, or one token."""
     step = max(1, size // width // 8 * 8 or size // width)
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 def batch(a, x):
     """x (S, N, E) in G groups of tokens, (G, S, N E / G): N for a (N, H, S), 8 for many rows, else 1."""
     whole = a.shape[-1] <= 2 * a.shape[-2] or x.shape[1] % 8 or torch.compiler.is_compiling()
-    G = len(a) if a.ndim == 3 else 1 if whole else 8    # a single product with few weights is one thread's
+    G = len(a) if a.ndim == 3 else 1 if whole else 8    # one product with few weights uses one thread
     return x.reshape(len(x), G, -1).transpose(0, 1)
 
 def mixture(a, x, w=None):
@@ -160,8 +160,8 @@ def mixture(a, x, w=None):
     return z if w is None else z.to(w.dtype) @ w.mT
 
 class Memory:
-    """The depth memory of one forward pass: rows (S, N, E) of N = B*T tokens, in one buffer; `new`, those not
-    yet in it; `last`, from a block's write to its read. No block copies rows or keeps mixtures (see Mix)."""
+    """The depth memory of one forward pass: one buffer of rows (all, N + 1, E), N = B*T; `new`, rows not yet
+    in it; `last`, from a block's write to its read. No block keeps mixtures (see Mix)."""
     def __init__(self, n_layer):
         self.n_layer, self.used, self.rows, self.last, self.new = n_layer, 0, None, None, []
 
@@ -172,7 +172,7 @@ class Memory:
                 return self.mix(a, w if w is None else w.to(torch.get_autocast_dtype(a.device.type)))
         if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
             return checkpoint(lambda *new: mixture(a, torch.cat(new), w), *self.new, use_reentrant=False)
-        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: a buffer costs more
+        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: cat is cheaper
             return mixture(a, torch.cat(self.new), w)
         new = torch.cat(self.new).to(a.dtype)
         if self.rows is None:                                # N + 1: rows 2^k apart would share cache sets
@@ -184,7 +184,7 @@ class Memory:
 class Mix(torch.autograd.Function):
     """mixture on pieces of the tokens that fit the processor's cache, made again in backward, not kept.
     `rows` goes in and out, so that its gradient, one buffer too, goes from the last block that reads down to
-    the first; each adds its part in place. First derivatives only."""
+    the first; each adds its part in place."""
     @staticmethod
     def forward(ctx, rows, used, a, w, new):
         ctx.new = slice(used, used + len(new))
@@ -199,8 +199,9 @@ class Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad, dout):
+        assert not torch.is_grad_enabled(), "lime.Mix has first derivatives only"
         (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.new.stop
-        grad = torch.zeros_like(rows) if grad is None else grad    # None at the last to read: one for all
+        grad = torch.zeros_like(rows) if grad is None else grad    # None at the last block that reads
         da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
         for c in pieces(dout.shape[1], a.shape[-2] * rows.shape[2], PIECE):
             x, ac, dz = rows[:S, c], a if a.ndim == 2 else a[c], dout[:, c]
@@ -218,7 +219,9 @@ class Mix(torch.autograd.Function):
 # ---- the residual stream: LLaMA's, and that of the paper's other baseline -------------------------------
 class Residual(nn.Module):
     """x + f(norm(x)); f multiplies by the norm's gain."""
-    gain = True
+    gain = True                                              # f has one
+    expand = staticmethod(lambda x, cfg: x)                  # streams from the embedding
+    collapse = staticmethod(lambda x: x)                     # one stream again, (B, T, D)
     def __init__(self, cfg, r):
         super().__init__()
         self.cfg = cfg
@@ -226,15 +229,14 @@ class Residual(nn.Module):
     def forward(self, x, f):
         return x + f(normalise(x, self.cfg.norm_eps))
 
-    expand = staticmethod(lambda x, cfg: x)                  # streams from the embedding
-    collapse = staticmethod(lambda x: x)                     # one stream again, (B, T, D)
-
 class HyperConnection(Residual):
     """Hyper-Connections (arXiv 2409.19606): R streams h (B, T, R, D). norm is LayerNorm without gain:
 
         alpha = A + s_a tanh(norm(h) W_a)   (R, R+1)      beta = b + s_b tanh(norm(h) w_b)   (R)
         m = alpha^T h   (R+1, D)                          h = beta f(norm(m_0)) + m_1..R"""
     gain = False
+    expand = staticmethod(lambda x, cfg: x[..., None, :].repeat(1, 1, cfg.hc_rate, 1))
+    collapse = staticmethod(lambda h: h.sum(-2))
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
         R, D = cfg.hc_rate, cfg.n_embd
@@ -252,9 +254,6 @@ class HyperConnection(Residual):
         with torch.autocast(h.device.type, enabled=False):               # streams stay float32, as Residual's
             m0, m = (alpha.mT @ h).split((1, h.shape[-2]), -2)            # (B, T, 1, D), (B, T, R, D)
         return torch.addcmul(m, beta[..., None], f(F.layer_norm(m0.squeeze(-2), shape))[..., None, :])
-
-    expand = staticmethod(lambda x, cfg: x[..., None, :].repeat(1, 1, cfg.hc_rate, 1))
-    collapse = staticmethod(lambda h: h.sum(-2))
 
 VARIANTS = {  # memory of block 0, memory of the blocks above, residual
     "llama":   (Own, Own, Residual),
@@ -295,7 +294,7 @@ class Attention(nn.Module):
         return F.linear(y.transpose(1, 2).flatten(2), self.wo)
 
 class MLP(nn.Module):
-    """SwiGLU: (silu(n w1) * (n w3)) w2."""
+    """SwiGLU: w2 (silu(w1 n) * (w3 n))."""
     def __init__(self, cfg):
         super().__init__()
         D, M = cfg.n_embd, cfg.n_hidden
@@ -361,11 +360,11 @@ class LIMe(nn.Module):
 
     def forward(self, idx, targets=None, trace=None):
         """(logits, loss) of ids idx (B, T), T at most block_size: logits (B, T, V), None with targets if
-        B T V > PIECE; mean cross-entropy with targets (B, T), all of them ids, in nats, or None. A dict as
-        trace gets lists over blocks: `hidden`, x_0..x_L (B, T, D); `values` (B, Hkv, T, hd); `weights`."""
+        B T V > PIECE and not compiled; mean cross-entropy with targets (B, T), all of them ids, in nats, or
+        None. A dict as trace gets lists `hidden` (B, T, D), x_0..x_L; `values` (B, Hkv, T, hd), `weights`."""
         n = self.hidden(idx, trace=trace)
         if not (targets is None or torch.compiler.is_compiling()) and idx.numel() * len(self.embed) > PIECE:
-            return None, Loss.apply(n.flatten(0, 1), self.embed * self.gain, targets.flatten())
+            return None, Loss.apply(n.flatten(0, 1), self.embed * self.gain, targets.view_as(idx).flatten())
         logits = project(n, self.embed, self.gain)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -388,19 +387,19 @@ class LIMe(nn.Module):
 
 def draw(logits, temperature=1, top_k=0, top_p=1, generator=None):
     """One token (B,) from logits (B, V), on the CPU: a seed gives one text on all devices. temperature 0: the
-    likeliest; top_k > 0: among the k likeliest; top_p < 1: among the fewest that reach this share."""
+    likeliest; top_k > 0: among the k likeliest; top_p < 1: and the fewest of all that reach it."""
     logits = logits.float().cpu()
     if temperature == 0:
         return logits.argmax(-1)
     logits, order = logits.sort(-1, descending=True)
-    p = ((logits - logits[:, :1]) / max(temperature, 1e-30)).softmax(-1)   # of 0 and less: no overflow
-    out = p.cumsum(-1) - p >= top_p                                      # never the first, as top_p > 0
+    p = ((logits - logits[:, :1]) / max(temperature, 1e-30)).softmax(-1)   # arguments <= 0: no overflow
+    out = (p.cumsum(-1) - p >= top_p) & (top_p < 1)                      # never the first, as top_p > 0
     out[:, (top_k or logits.shape[1]):] = True
     return order.gather(-1, torch.multinomial(p.masked_fill(out, 0), 1, generator=generator))[:, 0]
 
 class Loss(torch.autograd.Function):
     """Mean cross-entropy of logits n w^T with targets (N,); n (N, D), w (V, D). Forward makes a piece of the
-    logits at a time and takes its gradients at once; backward only scales them. First derivatives only."""
+    logits at a time and takes its gradients at once; backward only scales them."""
     @staticmethod
     def forward(ctx, n, w, targets):
         total, train = 0, any(ctx.needs_input_grad)
@@ -416,6 +415,7 @@ class Loss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
+        assert not torch.is_grad_enabled(), "lime.Loss has first derivatives only"
         return *(grad * (dloss / len(ctx.grads[0])) for grad in ctx.grads), None
 
 # ---- sizes and what they cost ---------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def pick_device(name, dtype="auto"):
 
 def newest_run():
     """The folder under out/ whose checkpoint was written last. UserError if there is none."""
-    runs = sorted(Path("out").glob("*/ckpt.pt"), key=lambda path: path.stat().st_mtime)
+    runs = sorted(Path("out").rglob("ckpt.pt"), key=lambda path: path.stat().st_mtime)
     if not runs:
         raise UserError(f"there is no run under {Path('out').absolute()}; make one: python train.py")
     return str(runs[-1].parent)
@@ -99,7 +99,7 @@ def load_run(path, check=lambda ckpt, model: None):
         check(ckpt, model)
         return ckpt
     except (FileNotFoundError, NotADirectoryError):
-        there = ", ".join(sorted(str(p.parent) for p in Path("out").glob("*/ckpt.pt"))) or "none"
+        there = ", ".join(sorted(str(p.parent) for p in Path("out").rglob("ckpt.pt"))) or "none"
         raise UserError(f"{path} is not there; under out: {there}; a new one: python train.py") from None
     except Exception as e:                                       # whatever its bytes make the loaders raise
         if type(e).__name__ in ("UnpicklingError", "BadZipFile"):        # their texts don't help

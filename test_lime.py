@@ -38,6 +38,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
@@ -440,6 +441,35 @@ def test_greedy_text_is_the_text_without_a_cache(variant):
             text = torch.cat((text, token[:, None]), 1)
 
 
+def test_all_tokens_can_be_drawn(monkeypatch):
+    """Catches top_p = 1 that cuts: in float32 the sum before a token of small probability can exceed 1."""
+    monkeypatch.setattr(torch, "multinomial", lambda p, *n, **k: kept.append(p) or torch.zeros(1, 1).long())
+    torch.manual_seed(1)
+    logits, kept = 4 * torch.randn(1, 50257), []
+    lime.draw(logits), lime.draw(logits, top_p=0.999)
+    assert logits.sort(descending=True).values.softmax(-1).cumsum(-1).max() > 1
+    assert kept[0].all() and not kept[1].all()
+
+
+@pytest.mark.parametrize("variant, piece", [("llama", 1), ("static", 2 ** 20), ("kv", 2 ** 20)])
+def test_first_derivatives_only(variant, piece, monkeypatch):
+    """Catches a second derivative through Loss or Mix: it would be wrong, without a word."""
+    monkeypatch.setattr(lime, "PIECE", piece)
+    model = toy(variant)
+    loss = model(ids(), ids())[1]
+    with pytest.raises(AssertionError, match="first derivatives"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+@pytest.mark.parametrize("piece", [1, 2 ** 20])
+def test_targets_have_the_shape_of_the_ids(piece, monkeypatch):
+    """Catches a loss of only the first tokens where targets are fewer, or shifted where they are more."""
+    monkeypatch.setattr(lime, "PIECE", piece)
+    for wrong in ids()[:, :-1], ids().repeat(1, 2):
+        with pytest.raises((ValueError, RuntimeError), match="size|shape"):
+            toy("llama")(ids(), wrong)
+
+
 def test_draw():
     """Catches top_k, top_p or temperature that keep or drop the wrong tokens."""
     logits = torch.log(torch.tensor([[0.1, 0.5, 0.15, 0.25]])).repeat(2000, 1)
@@ -596,6 +626,10 @@ def test_counts_of_the_paper():
             model(ids())
         rest[variant] = counter.get_total_flops() // 2 - 2 * bench.forward_flops(model.cfg, 12)
     assert rest["llama"] == rest["kv"]
+    model = toy("llama")                                         # and MFU must not count attention twice
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(ids())
+    assert counter.get_total_flops() == 2 * len(ids()) * bench.multiply_adds(model.cfg, 12)
 
 
 def test_tables(capsys):
@@ -906,10 +940,10 @@ def test_data_order_and_evaluation_are_fixed(fit, monkeypatch):
 
 def test_an_empty_folder_name_is_the_newest_run(fit, tmp_path):
     """Catches --resume --out_dir="$UNSET" that takes the newest run and writes into the current folder."""
-    fit("out/run")
+    fit("out/set/run")                                           # as deep as the README's runs
     before = sorted(tmp_path.iterdir())
     train.main(["--resume", "--out_dir=", "--max_iters=8"])
-    assert sorted(tmp_path.iterdir()) == before and lines(tmp_path / "out/run", "train")[-1]["step"] == 8
+    assert sorted(tmp_path.iterdir()) == before and lines(tmp_path / "out/set/run", "train")[-1]["step"] == 8
 
 
 def test_too_little_memory_is_one_line(monkeypatch):
@@ -1040,7 +1074,7 @@ def test_resume_refuses_other_settings(fit, capsys, text_set):
         "--seed=2",
         "--n_layer=3",
     )
-    refused(capsys, lambda: fit("run"), "holds a run", "--resume")
+    refused(capsys, lambda: fit("run"), "holds ckpt.pt", "--resume")
     refused(capsys, lambda: train.main(["--resume", "--out_dir=nothing"]), "nothing", "not there")
     assert before == {p: p.stat().st_mtime_ns for p in run.iterdir()}
     good = (run / "best.pt").read_bytes()
@@ -1048,7 +1082,10 @@ def test_resume_refuses_other_settings(fit, capsys, text_set):
     refused(capsys, lambda: train.main(["--resume", "--out_dir=run", "--max_iters=7"]), "best.pt", "delete")
     (run / "best.pt").write_bytes(good)
     (run / "ckpt.pt").unlink()                                   # best.pt alone is a run as well
-    refused(capsys, lambda: fit("run"), "holds a run")
+    refused(capsys, lambda: fit("run"), "holds best.pt")
+    (run / "best.pt").rename(run.parent / "best.pt")             # and what is left is not to be lost
+    refused(capsys, lambda: fit("run"), "holds log.jsonl")
+    (run.parent / "best.pt").rename(run / "best.pt")
     assert (run / "best.pt").read_bytes() == good
 
 
@@ -1140,7 +1177,9 @@ def test_a_failed_save_leaves_the_old_checkpoint(fit, capsys, monkeypatch):
     [
         (train, "--lerning_rate=1", "did you mean --learning_rate"),
         (bench, "--seed=-1", "--seed=-1"),
-        (bench, "--json=none/x.json", "no such folder"),
+        (bench, "--json=none/x.json", "in a folder that is there"),
+        (bench, "--json=.", "expected a file"),
+        (bench, "--variant=kv", "--variants"),
         (bench, "--vs_hf --variants=llama", "pip install transformers"),
         (train, "--max_iters=-1", "--max_iters=-1"),
         (train, "--max_iters=x", "invalid int"),

@@ -5,7 +5,7 @@ trains the preset `tiny` in minutes, and leaves out/<run>/ with ckpt.pt (all tha
 
     python train.py --variant=dynamic --seed=1     every field of Settings below and of lime.Config is a flag
     python train.py --resume                       the newest run goes on after a stop, a kill or a crash
-    torchrun --nproc_per_node=4 train.py           several GPUs
+    torchrun --nproc_per_node=4 train.py --preset=small         several GPUs
 """
 import contextlib
 import json
@@ -99,8 +99,9 @@ def parse(argv):
             raise UserError(f"--preset={preset}, expected one of {', '.join(PRESETS)}")
         own = dict(dataset=dataset, preset=preset, vocab_size=0, max_iters=0)   # 0: once the data are known
         parser.set_defaults(**{**lime.PRESETS[preset], **PRESETS[preset], **own})
-        if first.out_dir and any(Path(first.out_dir).glob("*.pt")):
-            raise UserError(f"{first.out_dir} holds a run: go on with it (--resume), or give another")
+        old = [p.name for k in ("*.pt", "log.jsonl") for p in Path(first.out_dir).glob(k) if first.out_dir]
+        if old:
+            raise UserError(f"{first.out_dir} holds {old[0]}: go on with its run (--resume), or give another")
     args = {**vars(parser.parse_args(argv)), "out_dir": first.out_dir}
     s = Settings(**{f.name: args[f.name] for f in fields(Settings)})
     cfg = lime.Config(**{f.name: args[f.name] for f in fields(lime.Config)})
