@@ -175,14 +175,14 @@ def memory_rate(device):
 def main(argv):
     parser = prepare.Parser(description=__doc__)
     parser.add_fields(Settings)
-    parser.add_fields(lime.Config)
+    parser.add_fields(lime.Config, skip="variant")
     preset = parser.parse_known_args([a for a in argv if a not in ("-h", "--help")])[0].preset
     if preset not in lime.PRESETS:
         raise UserError(f"--preset={preset}, expected one of {', '.join(lime.PRESETS)}")
     parser.set_defaults(**lime.PRESETS[preset])
     args = vars(parser.parse_args(argv))
     s = Settings(**{f.name: args[f.name] for f in fields(Settings)})
-    cfg = lime.Config(**{f.name: args[f.name] for f in fields(lime.Config)})
+    cfg = lime.Config(**{f.name: args[f.name] for f in fields(lime.Config) if f.name in args})
     names = (s.peak_of or s.variants).split(",") + ["hf"] * (s.vs_hf and not s.peak_of)
     try:
         for name in names:
@@ -192,8 +192,6 @@ def main(argv):
     low = dict(rounds=1, batch_size=1, generate=0, seed=0)
     wrong = [f"--{k}={getattr(s, k)}, expected {v} to 10^9" for k, v in low.items()
              if not v <= getattr(s, k) <= 10 ** 9]
-    if any(a.split("=")[0] == "--variant" for a in argv):
-        wrong.append("--variant, expected --variants=A,B,..")
     if s.json and (Path(s.json).is_dir() or not Path(s.json).absolute().parent.is_dir()):
         wrong.append(f"--json={s.json}, expected a file in a folder that is there")
     if wrong:

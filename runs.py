@@ -48,12 +48,15 @@ def pick_device(name, dtype="auto"):
         raise UserError(f"--dtype={dtype} does not fit {name}, expected {' or '.join(sorted(fits))}")
     return torch.device(name), getattr(torch, fits[0] if dtype == "auto" else dtype)
 
+def all_runs():
+    """The folders under out/ with a checkpoint, the one written last at the end."""
+    return [str(p.parent) for p in sorted(Path("out").rglob("ckpt.pt"), key=lambda p: p.stat().st_mtime)]
+
 def newest_run():
     """The folder under out/ whose checkpoint was written last. UserError if there is none."""
-    runs = sorted(Path("out").rglob("ckpt.pt"), key=lambda path: path.stat().st_mtime)
-    if not runs:
+    if not all_runs():
         raise UserError(f"there is no run under {Path('out').absolute()}; make one: python train.py")
-    return str(runs[-1].parent)
+    return all_runs()[-1]
 
 def new_run(out_dir, variant):
     """The folder of a new run. Without out_dir, two runs that start together get two."""
@@ -99,7 +102,7 @@ def load_run(path, check=lambda ckpt, model: None):
         check(ckpt, model)
         return ckpt
     except (FileNotFoundError, NotADirectoryError):
-        there = ", ".join(sorted(str(p.parent) for p in Path("out").rglob("ckpt.pt"))) or "none"
+        there = ", ".join(sorted(all_runs())) or "none"
         raise UserError(f"{path} is not there; under out: {there}; a new one: python train.py") from None
     except Exception as e:                                       # whatever its bytes make the loaders raise
         if type(e).__name__ in ("UnpicklingError", "BadZipFile"):        # their texts don't help

@@ -99,9 +99,9 @@ def parse(argv):
             raise UserError(f"--preset={preset}, expected one of {', '.join(PRESETS)}")
         own = dict(dataset=dataset, preset=preset, vocab_size=0, max_iters=0)   # 0: once the data are known
         parser.set_defaults(**{**lime.PRESETS[preset], **PRESETS[preset], **own})
-        old = [p.name for k in ("*.pt", "log.jsonl") for p in Path(first.out_dir).glob(k) if first.out_dir]
-        if old:
-            raise UserError(f"{first.out_dir} holds {old[0]}: go on with its run (--resume), or give another")
+        folder = Path(first.out_dir)
+        if first.out_dir and (old := [*folder.glob("*.pt"), *folder.glob("log.jsonl")]):
+            raise UserError(f"{first.out_dir} holds {old[0].name}: go on with it (--resume), or give another")
     args = {**vars(parser.parse_args(argv)), "out_dir": first.out_dir}
     s = Settings(**{f.name: args[f.name] for f in fields(Settings)})
     cfg = lime.Config(**{f.name: args[f.name] for f in fields(lime.Config)})

@@ -513,10 +513,10 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(typo[1], self._option_string_actions) if typo else []
         self.exit(2, f"{self.prog}: {message}{f' (did you mean {near[0]}?)' if near else ''}\n")
 
-    def add_fields(self, cls):
-        """A flag for every field of a dataclass, with its type and default; its comment is the help."""
+    def add_fields(self, cls, skip=""):
+        """A flag for each field of a dataclass but `skip`, with type and default; its comment is the help."""
         notes = dict(re.findall(r"^    (\w+): .*?# (.*)$", inspect.getsource(cls), re.M))
-        for field in fields(cls):
+        for field in (field for field in fields(cls) if field.name != skip):
             kind = {"type": field.type}
             if field.type is bool:
                 kind = {"type": boolean, "nargs": "?", "const": True}
