@@ -10,6 +10,7 @@ over the rounds; tokens/s; MFU, the share of the machine's own matrix rate; MB k
 of a process of its own; tokens/s of generation with and without the cache, and of reading a prompt.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -139,18 +140,23 @@ class Runner:
 
     @torch.no_grad()
     def generation(self, n):
-        """Tokens/s of n tokens with the cache, and without it; of reading a prompt of block_size tokens."""
-        size, t = self.model.cfg.block_size, [self.clock()]
+        """Tokens/s of n tokens with the cache, and without it; of reading a prompt of block_size tokens. It
+        yields after each token, so that models take turns."""
+        size, cached, uncached = self.model.cfg.block_size, 0, 0
         idx = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        for _ in self.model.generate(idx, n, temperature=0):
-            pass
-        t.append(self.clock())
+        tokens = self.model.generate(idx, n, temperature=0)
         for _ in range(n):
-            idx = torch.cat((idx, self.model(idx[:, -size:])[0][:, -1:].argmax(-1)), 1)
-        t.append(self.clock())
+            t = [self.clock()]
+            token = next(tokens)
+            t.append(self.clock())
+            self.model(idx[:, -size:])[0][:, -1].argmax(-1)
+            t.append(self.clock())
+            cached, uncached = cached + t[1] - t[0], uncached + t[2] - t[1]
+            idx = torch.cat((idx, token[:, None]), 1)
+            yield
+        t = self.clock()
         self.model.hidden(torch.zeros(1, size, dtype=torch.long, device=self.device))
-        t.append(self.clock())
-        self.speeds.append([tokens / (b - a) for tokens, a, b in zip((n, n, size), t, t[1:])])
+        self.speeds.append([n / cached, n / uncached, size / (self.clock() - t)])
 
 def fastest(f):
     """Seconds of the fastest of ten calls."""
@@ -209,8 +215,9 @@ def main(argv):
         for runner in runners:
             runner.step(x)
     for _ in range(min(s.rounds, 3) if s.generate else 0):
-        for runner in (runner for runner in runners if runner.name != "hf"):
-            runner.generation(min(s.generate, cfg.block_size))
+        n = min(s.generate, cfg.block_size)
+        for _ in itertools.zip_longest(*(r.generation(n) for r in runners if r.name != "hf")):
+            pass
     rate, read, table = matrix_rate(device, dtype), memory_rate(device), []
     print(f"{cfg.n_layer} layers x {cfg.n_embd}, {cfg.n_head} heads, MLP {cfg.n_hidden}, vocabulary "
           f"{cfg.vocab_size}, {s.batch_size} x {cfg.block_size} tokens, {device}, {str(dtype)[6:]}, "

@@ -93,8 +93,8 @@ class Static(Stream):
         return a
 
     def read(self, g, memory):
-        n, w = memory.last, (self.wkv * self.gain).unflatten(0, (self.cfg.n_head, -1))       # w (H, 2 hd, D)
-        return memory.mix(self.weights(n), w).unflatten(1, n.shape[:2]).transpose(0, 1)
+        n, w = memory.last, self.wkv.unflatten(0, (self.cfg.n_head, -1))                     # w (H, 2 hd, D)
+        return memory.mix(self.weights(n), w, self.gain).unflatten(1, n.shape[:2]).transpose(0, 1)
 
 class Dynamic(Static):
     """LIMe v1, dynamic router: the same, with weights of each token's own, from a linear map W of its stream:
@@ -165,15 +165,17 @@ class Memory:
     def __init__(self, n_layer):
         self.n_layer, self.used, self.rows, self.last, self.new = n_layer, 0, None, None, []
 
-    def mix(self, a, w=None):
-        """mixture(a, x, w) of all rows x so far."""
+    def mix(self, a, w=None, g=1):
+        """mixture(a, x, w g) of all rows x so far; g (D,), a gain."""
         if torch.is_autocast_enabled(a.device.type):         # mix in float32, project in bfloat16
             with torch.autocast(a.device.type, enabled=False):
-                return self.mix(a, w if w is None else w.to(torch.get_autocast_dtype(a.device.type)))
+                return self.mix(a, w if w is None else (w * g).to(torch.get_autocast_dtype(a.device.type)))
+        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: cat and z g are cheaper
+            z = mixture(a, torch.cat(self.new))
+            return z if w is None else (z * g) @ w.mT
+        w = w if w is None else w * g
         if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
             return checkpoint(lambda *new: mixture(a, torch.cat(new), w), *self.new, use_reentrant=False)
-        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: cat is cheaper
-            return mixture(a, torch.cat(self.new), w)
         new = torch.cat(self.new).to(a.dtype)
         if self.rows is None:                                # N + 1: rows 2^k apart would share cache sets
             self.rows = a.new_empty(self.n_layer * len(self.new[0]), new.shape[1] + 1, new.shape[2])
@@ -182,9 +184,8 @@ class Memory:
         return out
 
 class Mix(torch.autograd.Function):
-    """mixture on pieces of the tokens that fit the processor's cache, made again in backward, not kept.
-    `rows` goes in and out, so that its gradient, one buffer too, goes from the last block that reads down to
-    the first; each adds its part in place."""
+    """mixture on pieces of tokens that fit the processor's cache, made again in backward, not kept. `rows`
+    goes in and out: its gradient, one buffer too, goes from the last reader to the first; each adds to it."""
     @staticmethod
     def forward(ctx, rows, used, a, w, new):
         ctx.new = slice(used, used + len(new))
@@ -369,9 +370,8 @@ class LIMe(nn.Module):
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def generate(self, idx, max_new_tokens, temperature=1, top_k=0, top_p=1, generator=None, n_vocab=None):
-        """Yield max_new_tokens tokens (B,), ids below n_vocab, each drawn (see draw) after idx (B, T >= 1)
-        and those before it. The cache holds each block's keys, rotated, and values, as a plain Transformer's.
-        Beyond block_size, a token costs a pass over the last block_size tokens, as their positions shift."""
+        """Yield max_new_tokens tokens (B,), ids below n_vocab, each drawn (see draw) after idx (B, T >= 1).
+        The cache has each block's keys, rotated, and values. Beyond block_size a token costs a whole pass."""
         cfg, size = self.cfg, self.cfg.block_size
         cache = self.embed.new_empty(cfg.n_layer, 2, len(idx), cfg.n_kv_head, size, cfg.n_embd // cfg.n_head)
         new, start = idx[:, -size:], 0
