@@ -172,7 +172,7 @@ class Memory:
                 return self.mix(a, w if w is None else (w * g).to(torch.get_autocast_dtype(a.device.type)))
         if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: cat and z g are cheaper
             z = mixture(a, torch.cat(self.new))
-            return z if w is None else (z * g) @ w.mT
+            return z if w is None else (z * g).to(w.dtype) @ w.mT
         w = w if w is None else w * g
         if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
             return checkpoint(lambda *new: mixture(a, torch.cat(new), w), *self.new, use_reentrant=False)
