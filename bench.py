@@ -1,5 +1,6 @@
 """
-What LIMe costs: every variant in the same rounds, so that a busy machine slows all of them alike.
+What LIMe costs: every variant in a process of its own, all taking turns at every step, or 32 tokens, so that
+a busy machine slows all of them alike.
 
     python bench.py                                         the preset tiny on this machine
     python bench.py --n_layer=32 --n_embd=128 --vs_hf       other sizes, with the transformers library's LLaMA
@@ -7,10 +8,11 @@ What LIMe costs: every variant in the same rounds, so that a busy machine slows 
 
 Per variant: median milliseconds of forward, backward and optimizer; the ratio to the first one, as the median
 over the rounds; tokens/s; MFU, the share of the machine's own matrix rate; MB kept for backward, and the peak
-of a process of its own; tokens/s of generation with and without the cache, and of reading a prompt.
+of the process; tokens/s of generation with and without the cache, and of reading a prompt.
 """
 
-import itertools
+import contextlib
+import importlib.util
 import json
 import math
 import statistics
@@ -40,7 +42,7 @@ class Settings:
     dtype: str = "auto"  # as in train.py
     compile: bool = False  # as in train.py
     seed: int = 1  # of weights and tokens
-    peak_of: str = ""  # (internal: two steps of one variant)
+    work_as: str = ""  # (internal: one variant, which does what is asked on stdin)
 
 # ---- counts ---------------------------------------------------------------------------------------------
 def n_params(model):
@@ -96,17 +98,17 @@ def peak_mb(device):
         return float("nan")
 
 # ---- time -----------------------------------------------------------------------------------------------
+TURN = 32  # tokens: the first after a change of processes takes longer
+
 class Runner:
-    """A model, its optimizer, and one training step in three timed parts."""
+    """A model, its optimizer, and what is timed of them."""
 
     def __init__(self, name, cfg, s, device, dtype):
         torch.manual_seed(s.seed)
         self.device, self.dtype, self.name = device, dtype, name
         if name == "hf":
-            try:
-                from transformers import LlamaConfig, LlamaForCausalLM
-            except ImportError:
-                raise UserError("--vs_hf needs: pip install transformers") from None
+            from transformers import LlamaConfig, LlamaForCausalLM
+
             self.model = LlamaForCausalLM(LlamaConfig(
                 vocab_size=cfg.vocab_size, hidden_size=cfg.n_embd, intermediate_size=cfg.n_hidden,
                 num_hidden_layers=cfg.n_layer, num_attention_heads=cfg.n_head, tie_word_embeddings=True,
@@ -116,7 +118,8 @@ class Runner:
             self.model = lime.LIMe(replace(cfg, variant=name)).to(device)
         self.call = torch.compile(self.model) if s.compile else self.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device.type != "mps")
-        self.times, self.speeds = [], []
+        self.x = torch.randint(cfg.vocab_size, (s.batch_size, cfg.block_size),
+                               generator=torch.Generator().manual_seed(s.seed)).to(device)
 
     def clock(self):
         if self.device.type == "cuda":
@@ -126,8 +129,9 @@ class Runner:
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
-    def step(self, x):
-        t = [self.clock()]
+    def step(self):
+        """Milliseconds of forward, backward, optimizer, and the whole training step."""
+        t, x = [self.clock()], self.x
         with self.autocast():
             loss = self.call(x, labels=x, use_cache=False).loss if self.name == "hf" else self.call(x, x)[1]
         t.append(self.clock())
@@ -136,16 +140,18 @@ class Runner:
         self.optimizer.step()
         self.optimizer.zero_grad()
         t.append(self.clock())
-        self.times.append([1e3 * (b - a) for a, b in (*zip(t, t[1:]), (t[0], t[3]))])
+        return [1e3 * (b - a) for a, b in (*zip(t, t[1:]), (t[0], t[3]))]
 
     @torch.no_grad()
     def generation(self, n):
-        """Tokens/s of n tokens with the cache, and without it; of reading a prompt of block_size tokens. It
-        yields after each token, so that models take turns."""
+        """Yields after TURN tokens each; then tokens/s of n tokens with the cache, and without it, and of
+        reading a prompt of block_size tokens."""
         size, cached, uncached = self.model.cfg.block_size, 0, 0
         idx = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         tokens = self.model.generate(idx, n, temperature=0)
-        for _ in range(n):
+        for i in range(n):
+            if i % TURN == 0:
+                yield
             t = [self.clock()]
             token = next(tokens)
             t.append(self.clock())
@@ -153,10 +159,49 @@ class Runner:
             t.append(self.clock())
             cached, uncached = cached + t[1] - t[0], uncached + t[2] - t[1]
             idx = torch.cat((idx, token[:, None]), 1)
-            yield
         t = self.clock()
         self.model.hidden(torch.zeros(1, size, dtype=torch.long, device=self.device))
-        self.speeds.append([n / cached, n / uncached, size / (self.clock() - t)])
+        yield [n / cached, n / uncached, size / (self.clock() - t)]
+
+    def memory(self):
+        """A dict: the peak, and of lime's models the MB kept for backward."""
+        memory = dict(peak_mb=peak_mb(self.device))
+        if self.name != "hf":
+            with self.autocast():
+                memory["kept_mb"] = saved_bytes(self.model, self.x) / 2**20
+        return memory
+
+def work(runner, n):
+    """Answer each line of stdin with one of JSON, until there are no more."""
+    tokens = iter(())
+    for line in sys.stdin:
+        if line == "text\n":
+            tokens = runner.generation(n)
+        if line in ("text\n", "tokens\n"):
+            answer = next(tokens)
+        else:
+            answer = {"step\n": runner.step, "memory\n": runner.memory}[line]()
+        print(json.dumps(answer), flush=True)
+
+class Worker:
+    """A process that has the Runner of a variant. The transformers library's gets the C library's own way of
+    freeing memory, as its users have it."""
+
+    def __init__(self, name, argv):
+        self.name, self.times, self.speeds = name, [], []
+        self.process = subprocess.Popen([sys.executable, __file__, *argv, f"--work_as={name}"], text=True,
+                                        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                        start_new_session=True)      # control-C stops this process, it them
+
+    def ask(self, what):
+        answer = ""
+        with contextlib.suppress(BrokenPipeError):
+            print(what, file=self.process.stdin, flush=True)
+            answer = self.process.stdout.readline()
+        if not answer:
+            raise UserError(f"the process of {self.name} has ended (exit code {self.process.wait()}). -9: "
+                            "out of memory; lower --batch_size or the sizes, or name fewer --variants")
+        return json.loads(answer)
 
 def fastest(f):
     """Seconds of the fastest of ten calls."""
@@ -189,7 +234,7 @@ def main(argv):
     args = vars(parser.parse_args(argv))
     s = Settings(**{f.name: args[f.name] for f in fields(Settings)})
     cfg = lime.Config(**{f.name: args[f.name] for f in fields(lime.Config) if f.name in args})
-    names = (s.peak_of or s.variants).split(",") + ["hf"] * (s.vs_hf and not s.peak_of)
+    names = s.variants.split(",") + ["hf"] * s.vs_hf
     try:
         for name in names:
             lime.check(replace(cfg, variant=name) if name != "hf" else cfg)
@@ -202,22 +247,23 @@ def main(argv):
         wrong.append(f"--json={s.json}, expected a file in a folder that is there")
     if wrong:
         raise UserError("; ".join(wrong))
-    device, dtype = pick_device(s.device, s.dtype)
-    generator = torch.Generator().manual_seed(s.seed)
-    x = torch.randint(cfg.vocab_size, (s.batch_size, cfg.block_size), generator=generator).to(device)
-    if s.peak_of:
-        runner = Runner(s.peak_of, cfg, s, device, dtype)
-        runner.step(x), runner.step(x)
-        return print(peak_mb(device))
+    if s.vs_hf and not importlib.util.find_spec("transformers"):
+        raise UserError("--vs_hf needs: pip install transformers")
+    device, dtype = pick_device(s.device, s.dtype, keep_freed=s.work_as != "hf")
+    n = min(s.generate, cfg.block_size)
+    if s.work_as:
+        return work(Runner(s.work_as, cfg, s, device, dtype), n)
 
-    runners = [Runner(name, cfg, s, device, dtype) for name in names]
+    workers = [Worker(name, argv) for name in names]
     for _ in range(s.rounds + 1):
-        for runner in runners:
-            runner.step(x)
+        for w in workers:
+            w.times.append(w.ask("step"))
+    own = [w for w in workers if w.name != "hf"]
     for _ in range(min(s.rounds, 3) if s.generate else 0):
-        n = min(s.generate, cfg.block_size)
-        for _ in itertools.zip_longest(*(r.generation(n) for r in runners if r.name != "hf")):
-            pass
+        for what in "text", *["tokens"] * math.ceil(n / TURN):
+            answers = [w.ask(what) for w in own]
+        for w, speeds in zip(own, answers):
+            w.speeds.append(speeds)
     rate, read, table = matrix_rate(device, dtype), memory_rate(device), []
     print(f"{cfg.n_layer} layers x {cfg.n_embd}, {cfg.n_head} heads, MLP {cfg.n_hidden}, vocabulary "
           f"{cfg.vocab_size}, {s.batch_size} x {cfg.block_size} tokens, {device}, {str(dtype)[6:]}, "
@@ -225,20 +271,17 @@ def main(argv):
           f"{read / 1e9:,.0f} GB/s from memory, {s.rounds} rounds\n"
           "variant   forward backward optimizer   step ms   ratio  tokens/s  MFU   kept MB  peak MB  "
           " cached  uncached  prompt tokens/s")
-    for runner in runners:
-        times = runner.times[1:]
+    for w in workers:
+        times = w.times[1:]
         f, b, o, step = (statistics.median(t[i] for t in times) for i in range(4))
-        ratio = statistics.median(t[3] / u[3] for t, u in zip(times, runners[0].times[1:]))
-        row = dict(variant=runner.name, forward=f, backward=b, optimizer=o, step=step, ratio=ratio,
-                   tokens_per_s=1e3 * x.numel() / step)
-        if runner.name != "hf":
-            flops = 6 * s.batch_size * multiply_adds(runner.model.cfg, cfg.block_size)
+        ratio = statistics.median(t[3] / u[3] for t, u in zip(times, workers[0].times[1:]))
+        row = dict(variant=w.name, forward=f, backward=b, optimizer=o, step=step, ratio=ratio,
+                   tokens_per_s=1e3 * s.batch_size * cfg.block_size / step)
+        row.update(w.ask("memory"))
+        if w.name != "hf":
+            flops = 6 * s.batch_size * multiply_adds(replace(cfg, variant=w.name), cfg.block_size)
             row["mfu"] = flops / (step / 1e3) / rate
-            with runner.autocast():
-                row["kept_mb"] = saved_bytes(runner.model, x) / 2**20
-            row.update(zip(("cached", "uncached", "prompt"), map(statistics.median, zip(*runner.speeds))))
-        child = [sys.executable, __file__, *argv, f"--peak_of={runner.name}"]
-        row["peak_mb"] = float(subprocess.run(child, text=True, capture_output=True).stdout or "nan")
+            row.update(zip(("cached", "uncached", "prompt"), map(statistics.median, zip(*w.speeds))))
         table.append(row)
         rest = dict(mfu="5.2f", kept_mb="8.1f", peak_mb="8.0f", cached="8.0f", uncached="9.0f", prompt="9.0f")
         print(f"{row['variant']:<9} {f:>7.1f} {b:>8.1f} {o:>9.1f} {step:>9.1f} {ratio:>7.3f} "

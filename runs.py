@@ -30,7 +30,7 @@ def keep_freed_memory():
         for option in -1, -3:                                            # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
             ctypes.CDLL(None).mallopt(option, 2**31 - 1)                 # bytes
 
-def pick_device(name, dtype="auto"):
+def pick_device(name, dtype="auto", keep_freed=True):
     """(torch.device, torch.dtype) that the flags ask for. UserError if this machine lacks them."""
     have = ["cpu"] + ["mps"] * torch.backends.mps.is_available()
     if torch.cuda.is_available():
@@ -39,7 +39,7 @@ def pick_device(name, dtype="auto"):
     if name not in have:
         raise UserError(f"--device={name} is not on this machine, which has {', '.join(have)}")
     kind = name.split(":")[0]
-    if kind == "cpu":
+    if kind == "cpu" and keep_freed:
         keep_freed_memory()
     fits = {"cpu": ["float32", "bfloat16"], "mps": ["float32"], "cuda": ["float16", "float32"]}[kind]
     if kind == "cuda" and torch.cuda.is_bf16_supported():

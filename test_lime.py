@@ -434,9 +434,8 @@ def test_cache_changes_nothing(variant):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_token_reads_the_weights_and_makes_none(variant):
     """Catches a gain multiplied into a matrix for each token: 1.8 times the time of a token at width 2048."""
-    D = 128
-    cfg = lime.Config(variant, n_layer=4, n_head=4, n_embd=D, n_hidden=D, vocab_size=D, block_size=8)
-    model, made = lime.LIMe(cfg), []
+    D, made = 128, []
+    model = toy(variant, n_embd=D, n_hidden=D, block_size=8).float()
 
     class Made(TorchDispatchMode):
         def __torch_dispatch__(self, op, types, args=(), kwargs=None):
@@ -1022,6 +1021,13 @@ def test_bench(tmp_path, capsys):
     assert (llama["variant"], kv["variant"], llama["ratio"]) == ("llama", "kv", 1) and kv["ratio"] > 0
     assert kv["kept_mb"] > llama["kept_mb"] > 0 and llama["peak_mb"] > 50 and 0 < kv["mfu"] < 2
     assert min(kv[k] for k in ("forward", "backward", "optimizer", "cached", "uncached", "prompt")) > 0
+
+
+def test_a_variant_out_of_memory_is_one_line(monkeypatch, capsys):
+    """Catches a benchmark that hangs, or ends without a word, when the system kills one of its processes."""
+    start, dead = subprocess.Popen, [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **kw: start(dead, **kw))
+    refused(capsys, lambda: bench.main(["--device=cpu"]), "llama", "-9", "--batch_size")
 
 
 def test_accumulation(fit):
