@@ -74,7 +74,7 @@ class Static(Stream):
 
         a_h = softmax(R_h)        z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h
 
-    n_m = x_m / rms(x_m) is shared; g_r is the reader's own, and goes into its W = wkv (of few tokens, into z)."""
+    n_m = x_m / rms(x_m) is shared; the reader's own gain g_r goes into its W = wkv or, of few tokens, into z."""
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
         self.gain = nn.Parameter(torch.ones(cfg.n_embd))             # g_r, apart from the gain of the query
