@@ -74,7 +74,7 @@ class Static(Stream):
 
         a_h = softmax(R_h)        z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h
 
-    n_m = x_m / rms(x_m) is shared; the reader's own gain g_r goes into its W = wkv or, of few tokens, into z."""
+    n_m = x_m / rms(x_m) is shared; the reader's own gain g_r goes into its W = wkv (few tokens: into z)."""
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
         self.gain = nn.Parameter(torch.ones(cfg.n_embd))             # g_r, apart from the gain of the query
@@ -138,9 +138,14 @@ class KeyValue(Pair):
         self.R.uniform_(-b, b)[:, S - Hkv:] = torch.eye(Hkv)         # identity on the block's own heads
 
     def read(self, g, memory):
-        return memory.mix(self.R).unflatten(1, memory.last.shape[::2]).transpose(0, 1)       # ::2: (B, T)
+        i, S, Hkv = (self.r - 1) % GROUP, self.R.shape[1], len(self.R)
+        if i == 0:                      # for the next blocks too: one pass over the rows, not GROUP
+            R = [m.R[:, :S] for m in memory.modules[self.r:][:GROUP]]
+            memory.ahead = memory.mix(torch.cat(R)).split(Hkv)
+        out = memory.ahead[i] + (memory.mix(self.R[:, S - i * Hkv:]) if i else 0)            # the rows since
+        return out.unflatten(1, memory.last.shape[::2]).transpose(0, 1)                      # ::2: (B, T)
 
-PIECE = 2 ** 20                                              # numbers; about what a processor's cache holds
+GROUP, PIECE = 4, 2 ** 20                # blocks; numbers, about what a processor's cache holds
 def pieces(n, width, size):
     """Slices of n tokens of width numbers each: about `size` numbers and 8, 16, .. tokens, or one token."""
     step = max(1, size // width // 8 * 8 or size // width)
@@ -161,24 +166,25 @@ def mixture(a, x, w=None):
 
 class Memory:
     """The depth memory of one forward pass: one buffer of rows (all, N + 1, E), N = B*T; `new`, rows not yet
-    in it; `last`, from a block's write to its read. No block keeps mixtures (see Mix)."""
-    def __init__(self, n_layer):
-        self.n_layer, self.used, self.rows, self.last, self.new = n_layer, 0, None, None, []
+    in it; `last`, from a block's write to its read; `modules`, all blocks'. No mixture is kept (see Mix)."""
+    def __init__(self, modules):
+        self.modules, self.used, self.rows, self.last, self.new = modules, 0, None, None, []
 
     def mix(self, a, w=None, g=1):
-        """mixture(a, x, w g) of all rows x so far; g (D,), a gain."""
+        """mixture(a, x, w g) of the last rows x, as many as a has columns; g (D,), a gain."""
         if torch.is_autocast_enabled(a.device.type):         # mix in float32, project in bfloat16
             with torch.autocast(a.device.type, enabled=False):
                 return self.mix(a, w if w is None else (w * g).to(torch.get_autocast_dtype(a.device.type)))
-        if not torch.is_grad_enabled() and self.new[0].shape[1] < 16:    # few tokens: cat and z g are cheaper
-            z = mixture(a, torch.cat(self.new))
+        new = self.new[-a.shape[-1] // len(self.new[0]):]
+        if not torch.is_grad_enabled() and new[0].shape[1] < 16:         # few tokens: cat and z g are cheaper
+            z = mixture(a, torch.cat(new))
             return z if w is None else (z * g).to(w.dtype) @ w.mT
         w = w if w is None else w * g
         if torch.compiler.is_compiling():                    # the compiler sees plain tensors, no buffer
-            return checkpoint(lambda *new: mixture(a, torch.cat(new), w), *self.new, use_reentrant=False)
+            return checkpoint(lambda *new: mixture(a, torch.cat(new), w), *new, use_reentrant=False)
         new = torch.cat(self.new).to(a.dtype)
         if self.rows is None:                                # N + 1: rows 2^k apart would share cache sets
-            self.rows = a.new_empty(self.n_layer * len(self.new[0]), new.shape[1] + 1, new.shape[2])
+            self.rows = a.new_empty(len(self.modules) * len(self.new[0]), new.shape[1] + 1, new.shape[2])
         self.rows, out = Mix.apply(self.rows, self.used, a, w, new)
         self.used, self.new = self.used + len(new), []
         return out
@@ -188,33 +194,33 @@ class Mix(torch.autograd.Function):
     goes in and out: its gradient, one buffer too, goes from the last reader to the first; each adds to it."""
     @staticmethod
     def forward(ctx, rows, used, a, w, new):
-        ctx.new = slice(used, used + len(new))
+        ctx.rows, ctx.new = rows.detach(), slice(used, used + len(new))      # detached: later blocks write
+        ctx.read = slice(ctx.new.stop - a.shape[-1], ctx.new.stop)
         rows[ctx.new, :-1] = new
-        ctx.rows = rows.detach()                             # autograd can't save it: later blocks write
         ctx.save_for_backward(a, w)
         ctx.mark_dirty(rows)
         ctx.set_materialize_grads(False)
-        out = [mixture(a if a.ndim == 2 else a[c], rows[:ctx.new.stop, c], w)
+        out = [mixture(a if a.ndim == 2 else a[c], rows[ctx.read, c], w)
                for c in pieces(new.shape[1], a.shape[-2] * new.shape[2], PIECE)]
         return rows, torch.cat(out, 1)
 
     @staticmethod
     def backward(ctx, grad, dout):
         assert not torch.is_grad_enabled(), "lime.Mix has first derivatives only"
-        (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.new.stop
+        (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.read
         grad = torch.zeros_like(rows) if grad is None else grad    # None at the last block that reads
         da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
         for c in pieces(dout.shape[1], a.shape[-2] * rows.shape[2], PIECE):
-            x, ac, dz = rows[:S, c], a if a.ndim == 2 else a[c], dout[:, c]
+            x, ac, dz = rows[S, c], a if a.ndim == 2 else a[c], dout[:, c]
             if w is not None:
                 dw += dz.mT @ mixture(ac, x).to(w.dtype)
                 dz = (dz @ w).to(a.dtype)
             if a.ndim == 2:
                 da += (batch(a, dz) @ batch(a, x).mT).sum(0)
-                grad[:S, c].flatten(1).addmm_(a.T, dz.flatten(1))
+                grad[S, c].flatten(1).addmm_(a.T, dz.flatten(1))
             else:
                 da[c] = batch(ac, dz) @ batch(ac, x).mT
-                grad[:S, c] += (ac.mT @ batch(ac, dz)).transpose(0, 1)
+                grad[S, c] += (ac.mT @ batch(ac, dz)).transpose(0, 1)
         return grad, None, da, dw, grad[ctx.new, :-1]
 
 # ---- the residual stream: LLaMA's, and that of the paper's other baseline -------------------------------
@@ -347,17 +353,14 @@ class LIMe(nn.Module):
         """The last stream, normalised, (B, T, D). With a cache, idx are the tokens from position start on."""
         if start + idx.shape[1] > self.cfg.block_size:
             raise ValueError(f"{start + idx.shape[1]} tokens, at most block_size = {self.cfg.block_size}")
-        rope, memory = self.rope[:, start:start + idx.shape[1]].unbind(), Memory(self.cfg.n_layer)
-        residual = VARIANTS[self.cfg.variant][2]
-        x = residual.expand(F.embedding(idx, self.embed), self.cfg)
+        rope = self.rope[:, start:start + idx.shape[1]].unbind()
+        memory, residual = Memory([b.attn.memory for b in self.blocks]), VARIANTS[self.cfg.variant][2]
+        x = [residual.expand(F.embedding(idx, self.embed), self.cfg)]
         for r, block in enumerate(self.blocks):
-            if trace is not None:
-                trace.setdefault("hidden", []).append(residual.collapse(x))
-            x = block(x, memory, rope, None if cache is None else cache[r], start, trace)
-        x = residual.collapse(x)
+            x.append(block(x[r], memory, rope, None if cache is None else cache[r], start, trace))
         if trace is not None:
-            trace["hidden"].append(x)
-        return normalise(x, self.cfg.norm_eps)
+            trace["hidden"] = [residual.collapse(stream) for stream in x]
+        return normalise(residual.collapse(x[-1]), self.cfg.norm_eps)
 
     def forward(self, idx, targets=None, trace=None):
         """(logits, loss) of ids idx (B, T), T at most block_size: logits (B, T, V), None with targets if
@@ -380,10 +383,8 @@ class LIMe(nn.Module):
                 logits = project(self.hidden(new, cache, start)[:, -1], self.embed, self.gain)[:, :n_vocab]
             token = draw(logits, temperature, top_k, top_p, generator).to(idx.device)
             yield token
-            start, new = start + new.shape[1], token[:, None]
-            idx = torch.cat((idx, new), 1)[:, -size:]
-            if start == size:
-                new, start = idx, 0
+            idx, start = torch.cat((idx, token[:, None]), 1)[:, -size:], start + new.shape[1]
+            new, start = (token[:, None], start) if start < size else (idx, 0)
 
 def draw(logits, temperature=1, top_k=0, top_p=1, generator=None):
     """One token (B,) from logits (B, V), on the CPU: a seed gives one text on all devices. temperature 0: the
@@ -434,14 +435,13 @@ def check(cfg):
     rules = [(k, 1 <= getattr(cfg, k) <= 10 ** 9, "1 to 10^9")
              for k in "n_layer n_head n_embd n_hidden vocab_size block_size hc_rate".split()]
     rules += [(k, getattr(cfg, k) in names, "one of " + ", ".join(names)) for k, names in choices.items()]
-    rules += [
-        ("n_embd", cfg.n_embd % (2 * H) == 0, f"a multiple of 2 n_head = {2 * H}"),
-        ("n_kv_head", Hkv > 0 and H % Hkv == 0, f"a divisor of n_head = {H}"),
-        ("n_kv_head", Hkv == H or cfg.variant not in ("static", "dynamic"),
-         f"n_head = {H} in static and dynamic, where each query head reads a mixture of its own"),
-        ("route_top_p", p == 1 or 0 < p < 1 and cfg.variant == "static", "in (0, 1], and 1 if not static"),
-        ("rope_theta", 0 < cfg.rope_theta < math.inf, "above 0, finite"),
-        ("norm_eps", 0 <= cfg.norm_eps < 1, "in [0, 1)")]
+    rules += [("n_embd", cfg.n_embd % (2 * H) == 0, f"a multiple of 2 n_head = {2 * H}"),
+              ("n_kv_head", Hkv > 0 and H % Hkv == 0, f"a divisor of n_head = {H}"),
+              ("n_kv_head", Hkv == H or cfg.variant not in ("static", "dynamic"),
+               f"n_head = {H} in static and dynamic, where each query head reads a mixture of its own"),
+              ("route_top_p", p == 1 or 0 < p < 1 and cfg.variant == "static", "in (0, 1], 1 if not static"),
+              ("rope_theta", 0 < cfg.rope_theta < math.inf, "above 0, finite"),
+              ("norm_eps", 0 <= cfg.norm_eps < 1, "in [0, 1)")]
     if wrong := [f"{k} is {getattr(cfg, k)}, expected {what}" for k, fine, what in rules if not fine]:
         raise ValueError("; ".join(wrong))
 
