@@ -368,7 +368,7 @@ class LIMe(nn.Module):
         None. A dict as trace gets lists `hidden` (B, T, D), x_0..x_L; `values` (B, Hkv, T, hd), `weights`."""
         n = self.hidden(idx, trace=trace)
         if not (targets is None or torch.compiler.is_compiling()) and idx.numel() * len(self.embed) > PIECE:
-            return None, Loss.apply(n.flatten(0, 1), self.embed * self.gain, targets.view_as(idx).flatten())
+            return None, Loss.apply((n * self.gain).flatten(0, 1), self.embed, targets.view_as(idx).flatten())
         logits = project(n, self.embed, self.gain)
         return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
@@ -403,7 +403,7 @@ class Loss(torch.autograd.Function):
     logits at a time and takes its gradients at once; backward only scales them."""
     @staticmethod
     def forward(ctx, n, w, targets):
-        total, train = 0, any(ctx.needs_input_grad)
+        total, train, half = 0, any(ctx.needs_input_grad), torch.is_autocast_enabled(n.device.type)
         ctx.grads = dn, dw = (torch.empty_like(n), torch.zeros_like(w)) if train else (None, None)
         for c in pieces(len(n), len(w), 8 * PIECE):
             t, p = targets[c, None], (n[c] @ w.T).to(n.dtype).log_softmax(-1)
@@ -411,7 +411,7 @@ class Loss(torch.autograd.Function):
             if train:
                 p.exp_().scatter_add_(1, t, -torch.ones_like(t, dtype=p.dtype))      # d loss / d logits
                 dn[c] = p @ w
-                dw += p.T @ n[c]
+                dw.add_(p.T @ n[c]) if half else dw.addmm_(p.T, n[c])        # addmm_ has no autocast
         return total / len(n)
 
     @staticmethod

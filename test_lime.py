@@ -482,6 +482,29 @@ def test_first_derivatives_only(variant, piece, monkeypatch):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 
+@pytest.mark.parametrize("half", [False, True])
+def test_loss_in_pieces(half, monkeypatch):
+    """Catches a piece of the logits left out, a gradient of another scale, float32 products under autocast."""
+    monkeypatch.setattr(lime, "PIECE", 29)  # 8 tokens a piece
+    torch.manual_seed(0)
+    n, w = torch.randn(21, 16, requires_grad=True), torch.randn(29, 16, requires_grad=True)
+    targets, products = torch.randint(29, (21,)), []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if op.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
+                products.append(args[-1].dtype)
+            return op(*args, **(kwargs or {}))
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=half), Products():
+        loss = lime.Loss.apply(n, w, targets)
+    want = torch.nn.functional.cross_entropy(n @ w.T, targets)
+    grads = torch.autograd.grad(3 * loss, (n, w)), torch.autograd.grad(3 * want, (n, w))
+    for a, b in zip((loss, *grads[0]), (want, *grads[1])):
+        torch.testing.assert_close(a, b, atol=2e-2 if half else 1e-6, rtol=2e-2 if half else 1e-5)
+    assert products == [torch.bfloat16 if half else torch.float32] * 9  # logits and two gradients, 3 pieces
+
+
 @pytest.mark.parametrize("piece", [1, 2 ** 20])
 def test_targets_have_the_shape_of_the_ids(piece, monkeypatch):
     """Catches a loss of only the first tokens where targets are fewer, or shifted where they are more."""
