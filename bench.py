@@ -191,7 +191,7 @@ class Worker:
         self.name, self.times, self.speeds = name, [], []
         self.process = subprocess.Popen([sys.executable, __file__, *argv, f"--work_as={name}"], text=True,
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                        start_new_session=True)      # control-C stops this process, it them
+                                        start_new_session=True)      # stopped by the end of stdin
 
     def ask(self, what):
         answer = ""
@@ -199,8 +199,9 @@ class Worker:
             print(what, file=self.process.stdin, flush=True)
             answer = self.process.stdout.readline()
         if not answer:
-            raise UserError(f"the process of {self.name} has ended (exit code {self.process.wait()}). -9: "
-                            "out of memory; lower --batch_size or the sizes, or name fewer --variants")
+            code = self.process.wait()
+            raise UserError(f"the process of {self.name} has ended (exit code {code})" + ": out of memory? "
+                            "Lower --batch_size or the sizes, or name fewer --variants" * (code == -9))
         return json.loads(answer)
 
 def fastest(f):
@@ -247,7 +248,7 @@ def main(argv):
         wrong.append(f"--json={s.json}, expected a file in a folder that is there")
     if wrong:
         raise UserError("; ".join(wrong))
-    if s.vs_hf and not importlib.util.find_spec("transformers"):
+    if "hf" in names and not importlib.util.find_spec("transformers"):
         raise UserError("--vs_hf needs: pip install transformers")
     device, dtype = pick_device(s.device, s.dtype, keep_freed=s.work_as != "hf")
     n = min(s.generate, cfg.block_size)

@@ -142,7 +142,7 @@ class KeyValue(Pair):
         if i == 0:                      # for the next blocks too: one pass over the rows, not GROUP
             R = [m.R[:, :S] for m in memory.modules[self.r:][:GROUP]]
             memory.ahead = memory.mix(torch.cat(R)).split(Hkv)
-        out = memory.ahead[i] + (memory.mix(self.R[:, S - i * Hkv:]) if i else 0)            # the rows since
+        out = memory.ahead[i] + (memory.mix(self.R[:, S - i * Hkv:]) if i else 0)     # + 0: a copy
         return out.unflatten(1, memory.last.shape[::2]).transpose(0, 1)                      # ::2: (B, T)
 
 GROUP, PIECE = 4, 2 ** 20                # blocks; numbers, about what a processor's cache holds
@@ -403,7 +403,7 @@ class Loss(torch.autograd.Function):
     logits at a time and takes its gradients at once; backward only scales them."""
     @staticmethod
     def forward(ctx, n, w, targets):
-        total, train, half = 0, any(ctx.needs_input_grad), torch.is_autocast_enabled(n.device.type)
+        total, train, half = 0, ctx.needs_input_grad[0], torch.is_autocast_enabled(n.device.type)
         ctx.grads = dn, dw = (torch.empty_like(n), torch.zeros_like(w)) if train else (None, None)
         for c in pieces(len(n), len(w), 8 * PIECE):
             t, p = targets[c, None], (n[c] @ w.T).to(n.dtype).log_softmax(-1)

@@ -484,7 +484,7 @@ def test_first_derivatives_only(variant, piece, monkeypatch):
 
 @pytest.mark.parametrize("half", [False, True])
 def test_loss_in_pieces(half, monkeypatch):
-    """Catches a piece of the logits left out, a gradient of another scale, float32 products under autocast."""
+    """Catches a piece of the logits left out, another scale, float32 products under autocast."""
     monkeypatch.setattr(lime, "PIECE", 29)  # 8 tokens a piece
     torch.manual_seed(0)
     n, w = torch.randn(21, 16, requires_grad=True), torch.randn(29, 16, requires_grad=True)
@@ -503,6 +503,10 @@ def test_loss_in_pieces(half, monkeypatch):
     for a, b in zip((loss, *grads[0]), (want, *grads[1])):
         torch.testing.assert_close(a, b, atol=2e-2 if half else 1e-6, rtol=2e-2 if half else 1e-5)
     assert products == [torch.bfloat16 if half else torch.float32] * 9  # logits and two gradients, 3 pieces
+    products.clear()
+    with torch.no_grad(), Products():
+        lime.Loss.apply(1 * n, w, targets)
+    assert len(products) == 3  # no gradients where none are asked for
 
 
 @pytest.mark.parametrize("piece", [1, 2 ** 20])
