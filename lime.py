@@ -4,9 +4,10 @@ A block of a plain Transformer sees only what the block before it left, and late
 alike. LIMe (Layer-Integrated Memory, arXiv 2502.09245) keeps the stream that entered every block so far and
 lets each head mix its keys and values from them all; queries still come from the current one.
 
-Letters: B batch, T tokens, V vocabulary, L blocks, D features (n_embd), M features in the MLP (n_hidden),
-H heads, Hkv key-value heads, hd = D/H features of a head; x_m is the stream that enters block m, x_0 the
-embedding; block r reads m = 0..r, S rows in all. `python lime.py` prints the paper's tables beside ours.
+Letters: B batch, T tokens, N = B*T, all tokens in one axis, V vocabulary, L blocks, D features (n_embd), M
+features in the MLP (n_hidden), H heads, Hkv key-value heads, hd = D/H features of a head; x_m is the stream
+that enters block m, x_0 the embedding; block r reads m = 0..r. `python lime.py` prints the paper's tables
+beside ours.
 """
 import math
 from dataclasses import dataclass, replace
@@ -44,32 +45,29 @@ def project(n, w, g):
 
 # ---- LIMe: what a block writes into the depth memory, and what its heads read from it -------------------
 class Own(nn.Module):
-    """LLaMA: keys and values from the block's own stream. The other variants replace one or both of:
-        write(n, g, memory)  sets memory.last, may add to memory.new; n normed input (B, T, D), g its gain
-        read(g, memory)      keys and values side by side, (B, Hkv, T, 2 hd), before rotation
-    The rows of wkv: hd for K of the first head, hd for its V, then the next head's."""
+    """LLaMA: keys and values from the block's own stream. The rows of wkv: hd for K of the first head, hd for
+    its V, then the next head's."""
     def __init__(self, cfg, r):
         super().__init__()
         self.cfg, self.r = cfg, r
         self.wkv = nn.Parameter(torch.empty(cfg.n_kv_head * 2 * cfg.n_embd // cfg.n_head, cfg.n_embd))
 
-    def write(self, n, g, memory):
-        memory.last = n
-
-    def read(self, g, memory):
-        return project(memory.last, self.wkv, g).unflatten(-1, (self.cfg.n_kv_head, -1)).transpose(1, 2)
+    def read(self, n, g, memory):
+        """Keys and values side by side, (Hkv, N, 2 hd), before rotation, of the block's normed input n (N, D)
+        and its gain g. The other variants write first: they append rows (., N, .) to memory.new."""
+        return project(n, self.wkv, g).unflatten(1, (self.cfg.n_kv_head, -1)).transpose(0, 1)
 
     def weights(self, n):
-        """The router's weights: (H or Hkv, S), (B*T, H, S) if of each token's own, None without a router."""
+        """The router's weights: (H or Hkv, S), (N, H, S) if of each token's own, None without a router."""
         return getattr(self, "R", None)
 
 class Stream(Own):
     """Block 0 of static and dynamic: reads itself, and writes its stream for the blocks above."""
-    def write(self, n, g, memory):
-        memory.last = n
-        memory.new.append(n.flatten(0, 1)[None])                     # one row (1, B*T, D)
+    def read(self, n, g, memory):
+        memory.new.append(n[None])                                   # one row (1, N, D)
+        return super().read(n, g, memory)
 
-class Static(Stream):
+class Static(Own):
     """LIMe v1, static router: a table R (H, r+1). A head mixes streams with the same weights for all tokens:
 
         a_h = softmax(R_h)        z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h
@@ -92,9 +90,9 @@ class Static(Stream):
             a = a / a.sum(-1, keepdim=True)
         return a
 
-    def read(self, g, memory):
-        n, w = memory.last, self.wkv.unflatten(0, (self.cfg.n_head, -1))                     # w (H, 2 hd, D)
-        return memory.mix(self.weights(n), w, self.gain).unflatten(1, n.shape[:2]).transpose(0, 1)
+    def read(self, n, g, memory):
+        memory.new.append(n[None])
+        return memory.mix(self.weights(n), self.wkv.unflatten(0, (self.cfg.n_head, -1)), self.gain)
 
 class Dynamic(Static):
     """LIMe v1, dynamic router: the same, with weights of each token's own, from a linear map W of its stream:
@@ -108,7 +106,7 @@ class Dynamic(Static):
         self.W.normal_(0, 0.02)
 
     def weights(self, n):
-        """a (B*T, H, r+1), in float32 under autocast."""
+        """a (N, H, r+1), in float32 under autocast."""
         if torch.is_autocast_enabled(n.device.type):         # asked first: to enter takes time every token
             with torch.autocast(n.device.type, enabled=False):
                 return self.weights(n)
@@ -116,13 +114,9 @@ class Dynamic(Static):
 
 class Pair(Own):
     """Block 0 of kv: reads its own keys and values, and writes them for the blocks above."""
-    def write(self, n, g, memory):
-        Own.write(self, n, g, memory)
-        memory.last = Own.read(self, g, memory)                      # (B, Hkv, T, 2 hd)
-        memory.new.append(memory.last.transpose(0, 1).flatten(1, 2)) # Hkv rows (Hkv, B*T, 2 hd)
-
-    def read(self, g, memory):
-        return memory.last
+    def read(self, n, g, memory):
+        memory.new.append(super().read(n, g, memory))                # Hkv rows (Hkv, N, 2 hd)
+        return memory.new[-1]
 
 class KeyValue(Pair):
     """LIMe v2: keys and values are signed sums, no softmax, of those of all heads of all blocks so far:
@@ -137,15 +131,17 @@ class KeyValue(Pair):
         b = math.sqrt(3 / S) if self.cfg.router_init == "uniform" else 0.0   # std 1/sqrt(S)
         self.R.uniform_(-b, b)[:, S - Hkv:] = torch.eye(Hkv)         # identity on the block's own heads
 
-    def read(self, g, memory):
+    def read(self, n, g, memory):
+        super().read(n, g, memory)
         i, S, Hkv = (self.r - 1) % GROUP, self.R.shape[1], len(self.R)
         if i == 0:                      # for the next blocks too: one pass over the rows, not GROUP
             R = [m.R[:, :S] for m in memory.modules[self.r:][:GROUP]]
             memory.ahead = memory.mix(torch.cat(R)).split(Hkv)
-        out = memory.ahead[i] + (memory.mix(self.R[:, S - i * Hkv:]) if i else 0)     # + 0: a copy
-        return out.unflatten(1, memory.last.shape[::2]).transpose(0, 1)                      # ::2: (B, T)
+        return memory.ahead[i] + (memory.mix(self.R[:, S - i * Hkv:]) if i else 0)    # + 0: a copy
 
-GROUP, PIECE = 4, 2 ** 20                # blocks; numbers, about what a processor's cache holds
+GROUP = 4                                # blocks whose rows kv reads at once
+PIECE = 2 ** 20                          # numbers, about what a processor's cache holds
+
 def pieces(n, width, size):
     """Slices of n tokens of width numbers each: about `size` numbers and 8, 16, .. tokens, or one token."""
     step = max(1, size // width // 8 * 8 or size // width)
@@ -165,10 +161,10 @@ def mixture(a, x, w=None):
     return z if w is None else z.to(w.dtype) @ w.mT
 
 class Memory:
-    """The depth memory of one forward pass: one buffer of rows (all, N + 1, E), N = B*T; `new`, rows not yet
-    in it; `last`, from a block's write to its read; `modules`, all blocks'. No mixture is kept (see Mix)."""
+    """The depth memory of one forward pass: one buffer of rows (all, N + 1, E), `used` of them filled; `new`,
+    rows not yet in it; `modules`, all blocks'; `ahead`, kv's. No mixture is kept (see Mix)."""
     def __init__(self, modules):
-        self.modules, self.used, self.rows, self.last, self.new = modules, 0, None, None, []
+        self.modules, self.used, self.rows, self.new, self.ahead = modules, 0, None, [], None
 
     def mix(self, a, w=None, g=1):
         """mixture(a, x, w g) of the last rows x, as many as a has columns; g (D,), a gain."""
@@ -228,7 +224,7 @@ class Residual(nn.Module):
     """x + f(norm(x)); f multiplies by the norm's gain."""
     gain = True                                              # f has one
     expand = staticmethod(lambda x, cfg: x)                  # streams from the embedding
-    collapse = staticmethod(lambda x: x)                     # one stream again, (B, T, D)
+    collapse = staticmethod(lambda x: x)                     # one stream again, (N, D)
     def __init__(self, cfg, r):
         super().__init__()
         self.cfg = cfg
@@ -237,13 +233,13 @@ class Residual(nn.Module):
         return x + f(normalise(x, self.cfg.norm_eps))
 
 class HyperConnection(Residual):
-    """Hyper-Connections (arXiv 2409.19606): R streams h (B, T, R, D). norm is LayerNorm without gain:
+    """Hyper-Connections (arXiv 2409.19606): R streams h (N, R, D). norm is LayerNorm without gain:
 
         alpha = A + s_a tanh(norm(h) W_a)   (R, R+1)      beta = b + s_b tanh(norm(h) w_b)   (R)
         m = alpha^T h   (R+1, D)                          h = beta f(norm(m_0)) + m_1..R"""
     gain = False
-    expand = staticmethod(lambda x, cfg: x[..., None, :].repeat(1, 1, cfg.hc_rate, 1))
-    collapse = staticmethod(lambda h: h.sum(-2))
+    expand = staticmethod(lambda x, cfg: x[:, None].repeat(1, cfg.hc_rate, 1))
+    collapse = staticmethod(lambda h: h.sum(1))
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
         R, D = cfg.hc_rate, cfg.n_embd
@@ -259,8 +255,8 @@ class HyperConnection(Residual):
             t = torch.tanh(F.linear(F.layer_norm(h, shape), torch.cat((self.Wa.T, self.wb[None]))))
             alpha, beta = alpha + self.sa * t[..., :-1], beta + self.sb * t[..., -1]
         with torch.autocast(h.device.type, enabled=False):               # streams stay float32, as Residual's
-            m0, m = (alpha.mT @ h).split((1, h.shape[-2]), -2)            # (B, T, 1, D), (B, T, R, D)
-        return torch.addcmul(m, beta[..., None], f(F.layer_norm(m0.squeeze(-2), shape))[..., None, :])
+            m0, m = (alpha.mT @ h).split((1, h.shape[1]), 1)              # (N, 1, D), (N, R, D)
+        return torch.addcmul(m, beta[..., None], f(F.layer_norm(m0[:, 0], shape))[:, None])
 
 VARIANTS = {  # memory of block 0, memory of the blocks above, residual
     "llama":   (Own, Own, Residual),
@@ -286,19 +282,19 @@ class Attention(nn.Module):
         self.memory = (above if r else first)(cfg, r)                    # reads and writes the Memory
 
     def forward(self, n, memory, rope, cache, start, trace):
-        q = project(n, self.wq, self.gain).unflatten(-1, (self.H, -1)).transpose(1, 2)      # (B, H, T, hd)
-        self.memory.write(n, self.gain, memory)
-        k, v = self.memory.read(self.gain, memory).chunk(2, -1)          # (B, Hkv, T, hd)
+        T, g = len(rope[0]), self.gain                       # q (B, H, T, hd); k, v (B, Hkv, T, hd)
+        q = project(n, self.wq, g).view(-1, T, self.H, n.shape[1] // self.H).transpose(1, 2)
+        k, v = self.memory.read(n, g, memory).unflatten(1, (-1, T)).transpose(0, 1).chunk(2, -1)
         if trace is not None:
             trace.setdefault("values", []).append(v)
             trace.setdefault("weights", []).append(self.memory.weights(n))
-        q, k, T = rotate(q, *rope), rotate(k, *rope), n.shape[1]
+        q, k = rotate(q, *rope), rotate(k, *rope)
         if cache is not None:                                            # (2, B, Hkv, block_size, hd)
             cache.narrow(3, start, T).copy_(torch.stack((k, v)))
             k, v = cache.narrow(3, 0, start + T)
         mask = torch.ones(T, start + T, device=n.device).tril(start).bool() if start and T > 1 else None
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not start and T > 1, enable_gqa=self.gqa)
-        return F.linear(y.transpose(1, 2).flatten(2), self.wo)
+        return F.linear(y.transpose(1, 2).reshape(n.shape), self.wo)
 
 class MLP(nn.Module):
     """SwiGLU: w2 (silu(w1 n) * (w3 n))."""
@@ -355,12 +351,13 @@ class LIMe(nn.Module):
             raise ValueError(f"{start + idx.shape[1]} tokens, at most block_size = {self.cfg.block_size}")
         rope = self.rope[:, start:start + idx.shape[1]].unbind()
         memory, residual = Memory([b.attn.memory for b in self.blocks]), VARIANTS[self.cfg.variant][2]
-        x = [residual.expand(F.embedding(idx, self.embed), self.cfg)]
+        x = [residual.expand(F.embedding(idx.flatten(), self.embed), self.cfg)]
         for r, block in enumerate(self.blocks):
-            x.append(block(x[r], memory, rope, None if cache is None else cache[r], start, trace))
+            x.append(block(x[-1], memory, rope, None if cache is None else cache[r], start, trace))
+            x = x[-1:] if trace is None else x
         if trace is not None:
-            trace["hidden"] = [residual.collapse(stream) for stream in x]
-        return normalise(residual.collapse(x[-1]), self.cfg.norm_eps)
+            trace["hidden"] = [residual.collapse(stream).view(*idx.shape, -1) for stream in x]
+        return normalise(residual.collapse(x[-1]), self.cfg.norm_eps).view(*idx.shape, -1)
 
     def forward(self, idx, targets=None, trace=None):
         """(logits, loss) of ids idx (B, T), T at most block_size: logits (B, T, V), None with targets if

@@ -407,7 +407,7 @@ def test_kv_with_identity_router_is_llama(n_kv_head):
 def test_hyper_connection_of_one_static_stream_is_a_residual():
     """Catches a Hyper-Connection whose start or sum is not that of x + f(LayerNorm(x))."""
     cfg = lime.Config("hc", hc_rate=1, hc_dynamic=False, **SMALL)
-    res, x, w = lime.HyperConnection(cfg, 3), torch.randn(2, 5, 16), torch.randn(16, 16)
+    res, x, w = lime.HyperConnection(cfg, 3), torch.randn(10, 16), torch.randn(16, 16)
     out = res.collapse(res(res.expand(x, cfg), lambda n: n @ w))
     torch.testing.assert_close(out, x + torch.nn.functional.layer_norm(x, (16,)) @ w)
     cfg = replace(cfg, hc_rate=4)
@@ -480,6 +480,21 @@ def test_first_derivatives_only(variant, piece, monkeypatch):
     loss = model(ids(), ids())[1]
     with pytest.raises(AssertionError, match="first derivatives"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+
+
+@pytest.mark.parametrize("variant", ["llama", "hc"])
+def test_without_gradients_streams_go(variant):
+    """Catches all streams kept for a trace nobody asked for: L times the memory of reading a text."""
+    model, seen, alive = toy(variant), [], []
+    for block in model.blocks:
+        block.register_forward_pre_hook(
+            lambda _, args: seen.append(weakref.ref(args[0])) or alive.append(sum(x() is not None for x in seen)))
+    with torch.no_grad():
+        model(ids())
+    assert alive == [1] * 4
+    trace = {}
+    model(ids(), trace=trace)
+    assert len(trace["hidden"]) == 5
 
 
 @pytest.mark.parametrize("half", [False, True])
