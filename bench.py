@@ -173,7 +173,6 @@ class Runner:
 
 def work(runner, n):
     """Answer each line of stdin with one of JSON, until there are no more."""
-    tokens = iter(())
     for line in sys.stdin:
         if line == "text\n":
             tokens = runner.generation(n)
@@ -214,7 +213,7 @@ def fastest(f):
     return best
 
 def matrix_rate(device, dtype):
-    """FLOP/s of a large matrix product here."""
+    """FLOP/s of a large matrix product here, now."""
     n = 1024 if device.type == "cpu" else 8192
     a = torch.randn(n, n, device=device, dtype=dtype)
     return 2 * n**3 / fastest(lambda: (a @ a)[0, 0].item())
@@ -255,7 +254,9 @@ def main(argv):
     if s.work_as:
         return work(Runner(s.work_as, cfg, s, device, dtype), n)
 
-    workers = [Worker(name, argv) for name in names]
+    if s.json:
+        open(s.json, "a").close()  # is it writable: to be known before an hour of measuring
+    rate, workers = matrix_rate(device, dtype), [Worker(name, argv) for name in names]
     for _ in range(s.rounds + 1):
         for w in workers:
             w.times.append(w.ask("step"))
@@ -265,11 +266,11 @@ def main(argv):
             answers = [w.ask(what) for w in own]
         for w, speeds in zip(own, answers):
             w.speeds.append(speeds)
-    rate, read, table = matrix_rate(device, dtype), memory_rate(device), []
+    rate, read, table = max(rate, matrix_rate(device, dtype)), memory_rate(device), []
     print(f"{cfg.n_layer} layers x {cfg.n_embd}, {cfg.n_head} heads, MLP {cfg.n_hidden}, vocabulary "
           f"{cfg.vocab_size}, {s.batch_size} x {cfg.block_size} tokens, {device}, {str(dtype)[6:]}, "
           f"{torch.get_num_threads()} threads, {rate / 1e9:,.0f} GFLOP/s in matrix products, "
-          f"{read / 1e9:,.0f} GB/s from memory, {s.rounds} rounds\n"
+          f"{read / 1e9:,.0f} GB/s from memory, {s.rounds} rounds, {n} tokens generated\n"
           "variant   forward backward optimizer   step ms   ratio  tokens/s  MFU   kept MB  peak MB  "
           " cached  uncached  prompt tokens/s")
     for w in workers:
@@ -284,7 +285,7 @@ def main(argv):
             row["mfu"] = flops / (step / 1e3) / rate
             row.update(zip(("cached", "uncached", "prompt"), map(statistics.median, zip(*w.speeds))))
         table.append(row)
-        rest = dict(mfu="5.2f", kept_mb="8.1f", peak_mb="8.0f", cached="8.0f", uncached="9.0f", prompt="9.0f")
+        rest = dict(mfu="5.2f", kept_mb="8.1f", peak_mb="8.0f", cached="8.1f", uncached="9.1f", prompt="9.0f")
         print(f"{row['variant']:<9} {f:>7.1f} {b:>8.1f} {o:>9.1f} {step:>9.1f} {ratio:>7.3f} "
               f"{row['tokens_per_s']:>9,.0f} " + " ".join(f"{row.get(k, math.nan):>{how}}"
                                                           for k, how in rest.items()), flush=True)
