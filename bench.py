@@ -32,7 +32,7 @@ from runs import pick_device
 @dataclass
 class Settings:
     preset: str = "tiny"  # sizes, a key of lime.PRESETS
-    variants: str = "llama,static,dynamic,kv,hc"  # which; the first is what the ratios are to
+    variants: str = "llama,static,dynamic,kv,hc"  # which (hf as well); the first is what the ratios are to
     batch_size: int = 4  # sequences in a step
     rounds: int = 10  # steps of each, after one that is not counted
     generate: int = 256  # tokens to generate in float32, no more than block_size; 0: none
@@ -199,8 +199,9 @@ class Worker:
             answer = self.process.stdout.readline()
         if not answer:
             code = self.process.wait()
-            raise UserError(f"the process of {self.name} has ended (exit code {code})" + ": out of memory? "
-                            "Lower --batch_size or the sizes, or name fewer --variants" * (code == -9))
+            raise UserError(f"the process of {self.name} has ended (exit code {code})" + (
+                ": out of memory? Lower --batch_size or the sizes, or name fewer --variants" if code == -9
+                else "; what it said is above"))
         return json.loads(answer)
 
 def fastest(f):
@@ -234,9 +235,9 @@ def main(argv):
     args = vars(parser.parse_args(argv))
     s = Settings(**{f.name: args[f.name] for f in fields(Settings)})
     cfg = lime.Config(**{f.name: args[f.name] for f in fields(lime.Config) if f.name in args})
-    names = s.variants.split(",") + ["hf"] * s.vs_hf
+    names = [name.strip() for name in s.variants.split(",")] + ["hf"] * s.vs_hf
     try:
-        for name in names:
+        for name in [s.work_as] if s.work_as else names:
             lime.check(replace(cfg, variant=name) if name != "hf" else cfg)
     except ValueError as e:
         raise UserError(e) from None
@@ -254,8 +255,9 @@ def main(argv):
     if s.work_as:
         return work(Runner(s.work_as, cfg, s, device, dtype), n)
 
-    if s.json:
-        open(s.json, "a").close()  # is it writable: to be known before an hour of measuring
+    if s.json and not Path(s.json).exists():  # can it be written: to be known before an hour of measuring
+        Path(s.json).touch()
+        Path(s.json).unlink()
     rate, workers = matrix_rate(device, dtype), [Worker(name, argv) for name in names]
     for _ in range(s.rounds + 1):
         for w in workers:
@@ -290,9 +292,12 @@ def main(argv):
               f"{row['tokens_per_s']:>9,.0f} " + " ".join(f"{row.get(k, math.nan):>{how}}"
                                                           for k, how in rest.items()), flush=True)
     if s.json:
-        with open(s.json, "w", encoding="utf-8") as file:
-            json.dump(dict(settings=asdict(s), config=asdict(cfg), matrix_rate=rate, memory_rate=read,
-                           device=str(device), rows=table), file, indent=1)
+        numbers = json.dumps(dict(settings=asdict(s), config=asdict(cfg), matrix_rate=rate, memory_rate=read,
+                                  device=str(device), rows=table), indent=1)
+        try:
+            Path(s.json).write_text(numbers, encoding="utf-8")
+        except OSError as e:
+            raise UserError(f"--json={s.json}: {e.strerror}; the table above has the numbers") from None
 
 # ---- the paper's tables ---------------------------------------------------------------------------------
 def tables():

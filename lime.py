@@ -5,9 +5,8 @@ alike. LIMe (Layer-Integrated Memory, arXiv 2502.09245) keeps the stream that en
 lets each head mix its keys and values from them all; queries still come from the current one.
 
 Letters: B batch, T tokens, N = B*T, all tokens in one axis, V vocabulary, L blocks, D features (n_embd), M
-features in the MLP (n_hidden), H heads, Hkv key-value heads, hd = D/H features of a head; x_m is the stream
-that enters block m, x_0 the embedding; block r reads m = 0..r. `python lime.py` prints the paper's tables
-beside ours.
+in the MLP (n_hidden), H heads, Hkv key-value heads, hd = D/H features of a head; x_m: the stream that enters
+block m, x_0 the embedding; block r reads m = 0..r. `python lime.py` prints the paper's tables beside ours.
 """
 import math
 from dataclasses import dataclass, replace
@@ -45,8 +44,8 @@ def project(n, w, g):
 
 # ---- LIMe: what a block writes into the depth memory, and what its heads read from it -------------------
 class Own(nn.Module):
-    """LLaMA: keys and values from the block's own stream. The rows of wkv: hd for K of the first head, hd for
-    its V, then the next head's."""
+    """LLaMA: keys and values from the block's own stream. VARIANTS, below, lists who reads what. The rows of
+    wkv: hd for K of the first head, hd for its V, then the next head's."""
     def __init__(self, cfg, r):
         super().__init__()
         self.cfg, self.r = cfg, r
@@ -54,11 +53,11 @@ class Own(nn.Module):
 
     def read(self, n, g, memory):
         """Keys and values side by side, (Hkv, N, 2 hd), before rotation, of the block's normed input n (N, D)
-        and its gain g. The other variants write first: they append rows (., N, .) to memory.new."""
+        and its gain g. The other variants also write: they append rows (., N, .) to memory.new."""
         return project(n, self.wkv, g).unflatten(1, (self.cfg.n_kv_head, -1)).transpose(0, 1)
 
     def weights(self, n):
-        """The router's weights: (H or Hkv, S), (N, H, S) if of each token's own, None without a router."""
+        """The router's weights of S rows: (H or Hkv, S), dynamic's (N, H, S); None without a router."""
         return getattr(self, "R", None)
 
 class Stream(Own):
@@ -72,7 +71,7 @@ class Static(Own):
 
         a_h = softmax(R_h)        z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h
 
-    n_m = x_m / rms(x_m) is shared; the reader's own gain g_r goes into its W = wkv (few tokens: into z)."""
+    n_m = x_m / rms(x_m) is shared; the reader's own gain g_r goes into its W = wkv."""
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
         self.gain = nn.Parameter(torch.ones(cfg.n_embd))             # g_r, apart from the gain of the query
@@ -100,14 +99,14 @@ class Dynamic(Static):
         a = softmax(W g_r n_r)    z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h"""
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
-        self.R, self.W = None, nn.Parameter(torch.empty(cfg.n_head * (r + 1), cfg.n_embd))  # no table
+        self.R, self.W = None, nn.Parameter(torch.empty(cfg.n_head * (r + 1), cfg.n_embd))  # W, not R
 
     def init_router(self):
         self.W.normal_(0, 0.02)
 
     def weights(self, n):
         """a (N, H, r+1), in float32 under autocast."""
-        if torch.is_autocast_enabled(n.device.type):         # asked first: to enter takes time every token
+        if torch.is_autocast_enabled(n.device.type):         # asked first, as entering takes a token's time
             with torch.autocast(n.device.type, enabled=False):
                 return self.weights(n)
         return project(n, self.W, self.gain).view(-1, self.cfg.n_head, self.r + 1).softmax(-1)
@@ -134,21 +133,21 @@ class KeyValue(Pair):
     def read(self, n, g, memory):
         super().read(n, g, memory)
         i, S, Hkv = (self.r - 1) % GROUP, self.R.shape[1], len(self.R)
-        if i == 0:                      # for the next blocks too: one pass over the rows, not GROUP
+        if i == 0:      # the first of GROUP blocks mixes the rows so far for all; each adds the rows since
             R = [m.R[:, :S] for m in memory.modules[self.r:][:GROUP]]
             memory.ahead = memory.mix(torch.cat(R)).split(Hkv)
-        return memory.ahead[i] + (memory.mix(self.R[:, S - i * Hkv:]) if i else 0)    # + 0: a copy
+        return memory.ahead[i] + (memory.mix(self.R[:, S - i * Hkv:]) if i else 0)  # + 0: frees ahead
 
 GROUP = 4                                # blocks whose rows kv reads at once
 PIECE = 2 ** 20                          # numbers, about what a processor's cache holds
 
 def pieces(n, width, size):
-    """Slices of n tokens of width numbers each: about `size` numbers and 8, 16, .. tokens, or one token."""
+    """Slices of n tokens of width numbers each: about `size` numbers and, if these are so many, 8k tokens."""
     step = max(1, size // width // 8 * 8 or size // width)
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
 def batch(a, x):
-    """x (S, N, E) in G groups of tokens, (G, S, N E / G): N for a (N, H, S), 8 for many rows, else 1."""
+    """x (rows, N, E) in G groups of tokens, (G, rows, N E / G): N for a (N, H, S), 8 if S > 2 H, else 1."""
     whole = a.shape[-1] <= 2 * a.shape[-2] or x.shape[1] % 8 or torch.compiler.is_compiling()
     G = len(a) if a.ndim == 3 else 1 if whole else 8    # one product with few weights uses one thread
     return x.reshape(len(x), G, -1).transpose(0, 1)
@@ -161,18 +160,18 @@ def mixture(a, x, w=None):
     return z if w is None else z.to(w.dtype) @ w.mT
 
 class Memory:
-    """The depth memory of one forward pass: one buffer of rows (all, N + 1, E), `used` of them filled; `new`,
-    rows not yet in it; `modules`, all blocks'; `ahead`, kv's. No mixture is kept (see Mix)."""
+    """The depth memory of one forward pass: a buffer of `rows` (L or L Hkv, N + 1, E), `used` of them filled;
+    `new`, those not yet in it; `modules`, of all blocks; `ahead`, see KeyValue. Mix keeps no mixture."""
     def __init__(self, modules):
         self.modules, self.used, self.rows, self.new, self.ahead = modules, 0, None, [], None
 
     def mix(self, a, w=None, g=1):
-        """mixture(a, x, w g) of the last rows x, as many as a has columns; g (D,), a gain."""
-        if torch.is_autocast_enabled(a.device.type):         # mix in float32, project in bfloat16
+        """mixture(a, x, w g) of the last rows x, as many as a has columns; g (D,), the reader's gain."""
+        if torch.is_autocast_enabled(a.device.type):         # mix in float32, project in bfloat16 (g is in w)
             with torch.autocast(a.device.type, enabled=False):
                 return self.mix(a, w if w is None else (w * g).to(torch.get_autocast_dtype(a.device.type)))
-        new = self.new[-a.shape[-1] // len(self.new[0]):]
-        if not torch.is_grad_enabled() and new[0].shape[1] < 16:         # few tokens: cat and z g are cheaper
+        new = self.new[-(a.shape[-1] // len(self.new[0])):]              # where there is no buffer: all
+        if not torch.is_grad_enabled() and new[0].shape[1] < 16:         # few tokens: none, and z g, not w g
             z = mixture(a, torch.cat(new))
             return z if w is None else (z * g).to(w.dtype) @ w.mT
         w = w if w is None else w * g
@@ -186,8 +185,8 @@ class Memory:
         return out
 
 class Mix(torch.autograd.Function):
-    """mixture on pieces of tokens that fit the processor's cache, made again in backward, not kept. `rows`
-    goes in and out: its gradient, one buffer too, goes from the last reader to the first; each adds to it."""
+    """mixture on pieces of tokens that fit the processor's cache, made again in backward. `rows` goes in and
+    out, so autograd hands one buffer of its gradient from the last reader to the first; each adds to it."""
     @staticmethod
     def forward(ctx, rows, used, a, w, new):
         ctx.rows, ctx.new = rows.detach(), slice(used, used + len(new))      # detached: later blocks write
@@ -203,26 +202,26 @@ class Mix(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, dout):
         assert not torch.is_grad_enabled(), "lime.Mix has first derivatives only"
-        (a, w), rows, S = ctx.saved_tensors, ctx.rows, ctx.read
+        (a, w), rows, read = ctx.saved_tensors, ctx.rows, ctx.read
         grad = torch.zeros_like(rows) if grad is None else grad    # None at the last block that reads
         da, dw = torch.zeros_like(a), None if w is None else torch.zeros_like(w, dtype=a.dtype)
         for c in pieces(dout.shape[1], a.shape[-2] * rows.shape[2], PIECE):
-            x, ac, dz = rows[S, c], a if a.ndim == 2 else a[c], dout[:, c]
+            x, ac, dz = rows[read, c], a if a.ndim == 2 else a[c], dout[:, c]
             if w is not None:
                 dw += dz.mT @ mixture(ac, x).to(w.dtype)
                 dz = (dz @ w).to(a.dtype)
             if a.ndim == 2:
                 da += (batch(a, dz) @ batch(a, x).mT).sum(0)
-                grad[S, c].flatten(1).addmm_(a.T, dz.flatten(1))
+                grad[read, c].flatten(1).addmm_(a.T, dz.flatten(1))
             else:
                 da[c] = batch(ac, dz) @ batch(ac, x).mT
-                grad[S, c] += (ac.mT @ batch(ac, dz)).transpose(0, 1)
-        return grad, None, da, dw, grad[ctx.new, :-1]
+                grad[read, c] += (ac.mT @ batch(ac, dz)).transpose(0, 1)
+        return grad, None, da, dw, grad[ctx.new, :-1]              # complete: no earlier block reads these
 
 # ---- the residual stream: LLaMA's, and that of the paper's other baseline -------------------------------
 class Residual(nn.Module):
     """x + f(norm(x)); f multiplies by the norm's gain."""
-    gain = True                                              # f has one
+    gain = True                                              # f has one to multiply by
     expand = staticmethod(lambda x, cfg: x)                  # streams from the embedding
     collapse = staticmethod(lambda x: x)                     # one stream again, (N, D)
     def __init__(self, cfg, r):
@@ -233,7 +232,7 @@ class Residual(nn.Module):
         return x + f(normalise(x, self.cfg.norm_eps))
 
 class HyperConnection(Residual):
-    """Hyper-Connections (arXiv 2409.19606): R streams h (N, R, D). norm is LayerNorm without gain:
+    """Hyper-Connections (arXiv 2409.19606): R = hc_rate streams h (N, R, D). norm: LayerNorm without gain.
 
         alpha = A + s_a tanh(norm(h) W_a)   (R, R+1)      beta = b + s_b tanh(norm(h) w_b)   (R)
         m = alpha^T h   (R+1, D)                          h = beta f(norm(m_0)) + m_1..R"""
@@ -282,9 +281,10 @@ class Attention(nn.Module):
         self.memory = (above if r else first)(cfg, r)                    # reads and writes the Memory
 
     def forward(self, n, memory, rope, cache, start, trace):
-        T, g = len(rope[0]), self.gain                       # q (B, H, T, hd); k, v (B, Hkv, T, hd)
-        q = project(n, self.wq, g).view(-1, T, self.H, n.shape[1] // self.H).transpose(1, 2)
-        k, v = self.memory.read(n, g, memory).unflatten(1, (-1, T)).transpose(0, 1).chunk(2, -1)
+        T, g = len(rope[0]), self.gain
+        q = project(n, self.wq, g).view(-1, T, self.H, n.shape[1] // self.H).transpose(1, 2)   # (B, H, T, hd)
+        kv = self.memory.read(n, g, memory).unflatten(1, (-1, T))        # (Hkv, B, T, 2 hd)
+        k, v = kv.transpose(0, 1).chunk(2, -1)                           # (B, Hkv, T, hd)
         if trace is not None:
             trace.setdefault("values", []).append(v)
             trace.setdefault("weights", []).append(self.memory.weights(n))
@@ -346,9 +346,10 @@ class LIMe(nn.Module):
                 m.init_router()
 
     def hidden(self, idx, cache=None, start=0, trace=None):
-        """The last stream, normalised, (B, T, D). With a cache, idx are the tokens from position start on."""
-        if start + idx.shape[1] > self.cfg.block_size:
-            raise ValueError(f"{start + idx.shape[1]} tokens, at most block_size = {self.cfg.block_size}")
+        """The last stream, normalised, no gain, (B, T, D). A cache (no gradients): tokens from start on."""
+        if idx.ndim != 2 or not idx.numel() or start + idx.shape[1] > self.cfg.block_size:
+            raise ValueError(f"idx {tuple(idx.shape)} from position {start} on, expected (B, T), neither 0, "
+                             f"at most block_size = {self.cfg.block_size} tokens in all")
         rope = self.rope[:, start:start + idx.shape[1]].unbind()
         memory, residual = Memory([b.attn.memory for b in self.blocks]), VARIANTS[self.cfg.variant][2]
         x = [residual.expand(F.embedding(idx.flatten(), self.embed), self.cfg)]
@@ -360,14 +361,16 @@ class LIMe(nn.Module):
         return normalise(residual.collapse(x[-1]), self.cfg.norm_eps).view(*idx.shape, -1)
 
     def forward(self, idx, targets=None, trace=None):
-        """(logits, loss) of ids idx (B, T), T at most block_size: logits (B, T, V), None with targets if
-        B T V > PIECE and not compiled; mean cross-entropy with targets (B, T), all of them ids, in nats, or
-        None. A dict as trace gets lists `hidden` (B, T, D), x_0..x_L; `values` (B, Hkv, T, hd), `weights`."""
+        """(logits, None) of ids idx (B, T), T at most block_size: logits (B, T, V). (None, loss) with targets
+        (B, T), all ids: mean cross-entropy in nats. A {} as trace gets lists: `hidden` (B, T, D), x_0 to x_L
+        (hc: each the sum of its streams), `values` (B, Hkv, T, hd) and `weights`, the routers'."""
         n = self.hidden(idx, trace=trace)
-        if not (targets is None or torch.compiler.is_compiling()) and idx.numel() * len(self.embed) > PIECE:
-            return None, Loss.apply((n * self.gain).flatten(0, 1), self.embed, targets.view_as(idx).flatten())
-        logits = project(n, self.embed, self.gain)
-        return logits, None if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        if targets is None:
+            return project(n, self.embed, self.gain), None
+        n, targets = (n * self.gain).flatten(0, 1), targets.view_as(idx).flatten()
+        if torch.compiler.is_compiling():                    # which makes pieces of its own
+            return None, F.cross_entropy(F.linear(n, self.embed), targets)
+        return None, Loss.apply(n, self.embed, targets)
 
     def generate(self, idx, max_new_tokens, temperature=1, top_k=0, top_p=1, generator=None, n_vocab=None):
         """Yield max_new_tokens tokens (B,), ids below n_vocab, each drawn (see draw) after idx (B, T >= 1).
@@ -400,7 +403,7 @@ class Loss(torch.autograd.Function):
     logits at a time and takes its gradients at once; backward only scales them."""
     @staticmethod
     def forward(ctx, n, w, targets):
-        total, train, half = 0, ctx.needs_input_grad[0], torch.is_autocast_enabled(n.device.type)
+        total, train, autocast = 0, ctx.needs_input_grad[0], torch.is_autocast_enabled(n.device.type)
         ctx.grads = dn, dw = (torch.empty_like(n), torch.zeros_like(w)) if train else (None, None)
         for c in pieces(len(n), len(w), 8 * PIECE):
             t, p = targets[c, None], (n[c] @ w.T).to(n.dtype).log_softmax(-1)
@@ -408,7 +411,7 @@ class Loss(torch.autograd.Function):
             if train:
                 p.exp_().scatter_add_(1, t, -torch.ones_like(t, dtype=p.dtype))      # d loss / d logits
                 dn[c] = p @ w
-                dw.add_(p.T @ n[c]) if half else dw.addmm_(p.T, n[c])        # addmm_ has no autocast
+                dw.add_(p.T @ n[c]) if autocast else dw.addmm_(p.T, n[c])    # addmm_ has none
         return total / len(n)
 
     @staticmethod
@@ -439,7 +442,7 @@ def check(cfg):
               ("route_top_p", p == 1 or 0 < p < 1 and cfg.variant == "static", "in (0, 1], 1 if not static"),
               ("rope_theta", 0 < cfg.rope_theta < math.inf, "above 0, finite"),
               ("norm_eps", 0 <= cfg.norm_eps < 1, "in [0, 1)")]
-    if wrong := [f"{k} is {getattr(cfg, k)}, expected {what}" for k, fine, what in rules if not fine]:
+    if wrong := [f"{k} is {getattr(cfg, k)!r}, expected {what}" for k, fine, what in rules if not fine]:
         raise ValueError("; ".join(wrong))
 
 if __name__ == "__main__":
