@@ -99,14 +99,14 @@ class Dynamic(Static):
         a = softmax(W g_r n_r)    z_h = sum_m a_hm n_m        K_h, V_h = z_h W_h"""
     def __init__(self, cfg, r):
         super().__init__(cfg, r)
-        self.R, self.W = None, nn.Parameter(torch.empty(cfg.n_head * (r + 1), cfg.n_embd))  # W, not R
+        self.R, self.W = None, nn.Parameter(torch.empty(cfg.n_head * (r + 1), cfg.n_embd))  # no table
 
     def init_router(self):
         self.W.normal_(0, 0.02)
 
     def weights(self, n):
         """a (N, H, r+1), in float32 under autocast."""
-        if torch.is_autocast_enabled(n.device.type):         # asked first, as entering takes a token's time
+        if torch.is_autocast_enabled(n.device.type):         # asked first: entering costs time at each token
             with torch.autocast(n.device.type, enabled=False):
                 return self.weights(n)
         return project(n, self.W, self.gain).view(-1, self.cfg.n_head, self.r + 1).softmax(-1)
@@ -142,7 +142,7 @@ GROUP = 4                                # blocks whose rows kv reads at once
 PIECE = 2 ** 20                          # numbers, about what a processor's cache holds
 
 def pieces(n, width, size):
-    """Slices of n tokens of width numbers each: about `size` numbers and, if these are so many, 8k tokens."""
+    """Slices of n tokens of width numbers each: about `size` numbers, and 8, 16, .. tokens if it can."""
     step = max(1, size // width // 8 * 8 or size // width)
     return [slice(i, min(i + step, n)) for i in range(0, n, step)]
 
@@ -170,7 +170,7 @@ class Memory:
         if torch.is_autocast_enabled(a.device.type):         # mix in float32, project in bfloat16 (g is in w)
             with torch.autocast(a.device.type, enabled=False):
                 return self.mix(a, w if w is None else (w * g).to(torch.get_autocast_dtype(a.device.type)))
-        new = self.new[-(a.shape[-1] // len(self.new[0])):]              # where there is no buffer: all
+        new = self.new[-(a.shape[-1] // len(self.new[0])):]              # all, where there is no buffer
         if not torch.is_grad_enabled() and new[0].shape[1] < 16:         # few tokens: none, and z g, not w g
             z = mixture(a, torch.cat(new))
             return z if w is None else (z * g).to(w.dtype) @ w.mT
